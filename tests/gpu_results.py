@@ -1,0 +1,86 @@
+"""A pytest plugin that keeps what a GPU said: `pytest -p tests.gpu_results`.
+
+It writes benchmarks/results/gpu-tests-<gpu>.json with the machine's facts, each test's outcome, the hash of every kernel that the session loaded, and the
+backend's hash. `tests/test_results.py` compares the hashes with the tree. Run the whole suite with it: a file from half
+of the suite speaks for half of it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from typing import Any
+
+import pytest
+
+from benchmarks import stamp
+from cupyflash import _environment
+
+outcomes = pytest.StashKey[dict[str, str]]()
+kernels = pytest.StashKey[set[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    import cupy
+
+    config.stash[outcomes] = {}
+    config.stash[kernels] = loaded = set[str]()
+    config.pluginmanager.register(Collector(config.stash[outcomes], loaded))
+
+    class RecordedModule(cupy.RawModule):
+        def get_function(self, name: str) -> Any:
+            loaded.add(name)
+            return super().get_function(name)
+
+    cupy.RawModule = RecordedModule
+
+
+class Collector:
+    """Collects outcomes, and from pytest-xdist's workers the kernels that they loaded."""
+
+    def __init__(self, results: dict[str, str], loaded: set[str]) -> None:
+        self.results = results
+        self.loaded = loaded
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.results[report.nodeid] = outcome(report)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.loaded.update(node.workeroutput.get("kernels", ()))
+
+
+def outcome(report: pytest.TestReport) -> str:
+    """passed, failed, or skipped with the reason."""
+    if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
+        return f"skipped: {report.longrepr[2].removeprefix('Skipped: ')}"
+    return report.outcome
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    config = session.config
+    if hasattr(config, "workerinput"):
+        config.workeroutput["kernels"] = sorted(config.stash[kernels])  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    write(config.stash[outcomes], config.stash[kernels], list(config.invocation_params.args))
+
+
+def write(results: dict[str, str], loaded: set[str], arguments: list[str]) -> None:
+    """One result file, named after the GPU."""
+    facts = {fact.label: fact.text for fact in _environment.facts()}
+    gpu = facts["GPU"].split(" (")[0]
+    record = {
+        "gpu": gpu,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "arguments": arguments,
+        "machine": facts,
+        "kernels": {kernel: stamp.kernel_hash(kernel) for kernel in stamp.kernel_names() if kernel in loaded},
+        "backend": stamp.backend_hash(),
+        "tests": dict(sorted(results.items())),
+    }
+    name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    path = stamp.RESULTS / f"gpu-tests-{name}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    print(f"\nwrote {path}: {len(results)} outcomes, {len(record['kernels'])} kernels")
