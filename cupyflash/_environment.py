@@ -92,8 +92,12 @@ def _look(label: str, look: Callable[[], Fact]) -> Fact:
         return Fact(label, f"none: {reason}", f"{label}: {reason}")
 
 
+def _cuda() -> Any:
+    return importlib.import_module("cupy.cuda")
+
+
 def _nvrtc() -> Fact:
-    version = ".".join(map(str, importlib.import_module("cupy.cuda.nvrtc").getVersion()))
+    version = ".".join(map(str, _cuda().nvrtc.getVersion()))
     if importlib.import_module("cuda.pathfinder").find_nvidia_header_directory("cudart") is None:
         advice = "pip install 'cuda-toolkit[cudart]' of the same major"
         return Fact("NVRTC", f"{version}, CUDA headers not found", f"no CUDA headers; {advice}")
@@ -101,7 +105,7 @@ def _nvrtc() -> Fact:
 
 
 def _driver() -> Fact:
-    version = importlib.import_module("cupy.cuda.runtime").driverGetVersion()
+    version = _cuda().runtime.driverGetVersion()
     if version == 0:
         return Fact("driver", "none", "no NVIDIA driver; install one, or pass NumPy arrays")
     return Fact("driver", f"{_driver_release()}, CUDA {version // 1000}.{version % 1000 // 10}")
@@ -116,7 +120,7 @@ def _driver_release() -> str:
 
 
 def _gpus() -> Fact:
-    runtime: Any = importlib.import_module("cupy.cuda.runtime")
+    runtime = _cuda().runtime
     if runtime.driverGetVersion() == 0:
         return Fact("GPU", "none")
     devices = [runtime.getDeviceProperties(device) for device in range(runtime.getDeviceCount())]

@@ -88,6 +88,16 @@ def test_info_makes_no_cache_folder(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_info_with_cupy_but_no_driver_finds_the_compiler(capsys: pytest.CaptureFixture[str]) -> None:
+    runtime = pytest.importorskip("cupy.cuda").runtime
+    if runtime.driverGetVersion():
+        pytest.skip("this machine has a driver")
+    said = info(capsys)
+    assert "CUDA headers found" in said["NVRTC"]
+    assert said["driver"] == said["GPU"] == "none"
+    assert said["CUDA backend"].startswith("does not run: no NVIDIA driver")
+
+
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         _cli.main(["inform"])
