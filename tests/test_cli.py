@@ -6,11 +6,13 @@ import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 
 import cupyflash
-from cupyflash import _cli
+from cupyflash import _cli, _environment
 
 ROOT = Path(__file__).parents[1]
 
@@ -96,6 +98,26 @@ def test_info_with_cupy_but_no_driver_finds_the_compiler(capsys: pytest.CaptureF
     assert "CUDA headers found" in said["NVRTC"]
     assert said["driver"] == said["GPU"] == "none"
     assert said["CUDA backend"].startswith("does not run: no NVIDIA driver")
+
+
+@pytest.mark.parametrize(("major", "verdict"), [(7, "does not run: no GPU of compute capability 8.0"), (9, "runs")])
+def test_info_judges_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], major: int, verdict: str
+) -> None:
+    install(monkeypatch, cupy_cuda12x="14.2.0")
+    runtime = SimpleNamespace(
+        driverGetVersion=lambda: 12080,
+        getDeviceCount=lambda: 2,
+        getDeviceProperties=lambda device: {"name": f"Card {device}".encode(), "major": major, "minor": 0},
+    )
+    cuda = SimpleNamespace(runtime=runtime, nvrtc=SimpleNamespace(getVersion=lambda: (12, 9)))
+    monkeypatch.setattr(_environment, "_cuda", lambda: cuda)
+    pathfinder = SimpleNamespace(find_nvidia_header_directory=lambda name: f"/{name}/include")
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", cast(ModuleType, pathfinder))
+    said = info(capsys)
+    assert said["GPU"] == f"Card 0 (sm_{major}0), Card 1 (sm_{major}0)"
+    assert "CUDA 12.8" in said["driver"]
+    assert said["CUDA backend"].startswith(verdict)
 
 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
