@@ -1,0 +1,98 @@
+"""The shapes that are timed, as data, each with its reason.
+
+Every row of the grid has 16,384 tokens and 2,048 query channels, so that all rows move the same bytes and differ only
+in the arithmetic: batch = 16,384 / N, heads = 2,048 / D, bfloat16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TOKENS = 16_384
+CHANNELS = 2_048
+GRID_LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
+GRID_HEAD_DIMS = (64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One problem: q [B, N, Hq, D], k and v [B, N, Hkv, D], bfloat16, contiguous."""
+
+    name: str
+    reason: str
+    batch: int
+    length: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    is_causal: bool
+    window: tuple[int, int] | None = None
+    host: bool = False  # time the host's side of a call, not the GPU's
+    against: str | None = None  # the row whose time this one is held to ...
+    limit: float | None = None  # ... and the largest ratio to it that is acceptable
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+def _row(head_dim: int, is_causal: bool, length: int) -> Case:
+    heads = CHANNELS // head_dim
+    return Case(
+        name=f"d{head_dim}-{'causal' if is_causal else 'full'}-{length}",
+        reason="training shape",
+        batch=TOKENS // length,
+        length=length,
+        heads_q=heads,
+        heads_kv=heads,
+        head_dim=head_dim,
+        is_causal=is_causal,
+    )
+
+
+PEERS = tuple(_row(d, causal, n) for d in GRID_HEAD_DIMS for causal in (False, True) for n in GRID_LENGTHS)
+
+QUICK = tuple(_row(d, causal, n) for d in (64, 128) for causal in (False, True) for n in (1024, 4096))
+
+
+def _dim(head_dim: int, against: str | None = None) -> Case:
+    return Case(
+        name=f"dim-{head_dim}",
+        reason="a head dim between two tiles costs no more than 1.1 times the next tile" if against else "whole tile",
+        batch=4,
+        length=4096,
+        heads_q=16,
+        heads_kv=16,
+        head_dim=head_dim,
+        is_causal=True,
+        against=against,
+        limit=1.1 if against else None,
+    )
+
+
+EXTRA = (
+    _dim(64),
+    _dim(96),
+    _dim(40, against="dim-64"),
+    _dim(72, against="dim-96"),
+    _dim(80, against="dim-96"),
+    Case("window-none", "what the window is held to", 2, 8192, 16, 16, 128, is_causal=True),
+    Case(
+        "window-128",
+        "tiles outside the window are skipped",
+        batch=2,
+        length=8192,
+        heads_q=16,
+        heads_kv=16,
+        head_dim=128,
+        is_causal=True,
+        window=(128, 0),
+        against="window-none",
+        limit=0.15,
+    ),
+    Case("gqa-2048", "32 query heads over 8", 8, 2048, 32, 8, 128, is_causal=True),
+    Case("gqa-8192", "32 query heads over 8", 2, 8192, 32, 8, 128, is_causal=True),
+    Case("host", "what one tiny call costs the host", 1, 16, 1, 1, 64, is_causal=True, host=True),
+)
+
+GRIDS = {"peers": PEERS, "quick": QUICK, "extra": EXTRA}
