@@ -1,0 +1,23 @@
+"""FlashAttention for any array library: an explicit forward and backward, with the log-sum-exp in the caller's hands."""
+
+from __future__ import annotations
+
+from cupyflash._api import attn_bwd, attn_bwd_preprocess, attn_fwd, lse_from_fa2, lse_from_log2
+from cupyflash._attention import Attention, AttnGrads, AttnOutput
+from cupyflash._errors import CompileError, UnsupportedError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Attention",
+    "AttnGrads",
+    "AttnOutput",
+    "CompileError",
+    "UnsupportedError",
+    "__version__",
+    "attn_bwd",
+    "attn_bwd_preprocess",
+    "attn_fwd",
+    "lse_from_fa2",
+    "lse_from_log2",
+]

@@ -1,0 +1,290 @@
+"""`Attention`: the options, said once, and the path of a call through check, plan, allocation and backend."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cupyflash import _check, _interop
+from cupyflash._check import Checked
+from cupyflash._errors import refusal
+
+
+class AttnOutput(NamedTuple):
+    """What a forward returns: `out` as q but with v's head_dim, and `lse` (natural log) per query head and row."""
+
+    out: Any
+    lse: Any
+
+
+class AttnGrads(tuple):
+    """What a backward returns: a named tuple (dq, dk, dv[, dbias][, dsink]), with a field for each array that was given."""
+
+    __slots__ = ()
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+# One class per set of fields, by name in this module, so that results can be pickled.
+class AttnGradsPlain(namedtuple("AttnGrads", "dq dk dv"), AttnGrads):  # type: ignore[misc]
+    __slots__ = ()
+
+
+class AttnGradsBias(namedtuple("AttnGrads", "dq dk dv dbias"), AttnGrads):  # type: ignore[misc]
+    __slots__ = ()
+
+
+class AttnGradsSink(namedtuple("AttnGrads", "dq dk dv dsink"), AttnGrads):  # type: ignore[misc]
+    __slots__ = ()
+
+
+class AttnGradsBiasSink(namedtuple("AttnGrads", "dq dk dv dbias dsink"), AttnGrads):  # type: ignore[misc]
+    __slots__ = ()
+
+
+_GRADS: dict[tuple[bool, bool], Any] = {
+    (False, False): AttnGradsPlain,
+    (True, False): AttnGradsBias,
+    (False, True): AttnGradsSink,
+    (True, True): AttnGradsBiasSink,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Attention:
+    """What attention computes, said once for the forward and the backward.
+
+        x = scale · (q_i · k_j), softcapped, minus ALiBi, plus bias, masked;   lse_i = log Σ_j exp(x_ij) [+ exp(sink)]
+        P_ij = exp(x_ij − lse_i);   out_i = Σ_j P_ij · keep_ij/(1−p) · v_j
+
+    Frozen, hashable and picklable; `replace` makes a changed copy. Both directions take every option; one that concerns the
+    other direction only is checked and has no effect.
+
+    Parameters
+    ----------
+    layout : "bshd" | "bhsd" | "thd", default "bshd"
+        Axes of q: [B, Nq, Hq, D], [B, Hq, Nq, D], or packed sequences [Tq, Hq, D] with cu_seqlens. lse is [B, Hq, Nq] or [Hq, Tq].
+    scale : float, default 1/sqrt(D)
+        Multiplies q·k before every other score change; any finite number. Dimensionless.
+    causal : False | True | "bottom-right" | "top-left", default False
+        Query i sees keys at positions up to its own. True means "bottom-right": the last query sees the last key.
+        "top-left" is the rule of PyTorch's SDPA and of JAX: the first query sees the first key.
+    window : (left, right), default None
+        Visible iff p_i − left ≤ r_j ≤ p_i + right, in keys. None or -1 leaves a side unbounded.
+    softcap : float, default None
+        c > 0 replaces x by c·tanh(x/c); None or 0 is off.
+    dropout_p : float in [0, 1), default 0
+        Needs a `seed` in each call; the same seed and offset give the same mask on every backend, forward and backward.
+    deterministic : bool, default False
+        Backward only: gradients are bitwise equal from run to run on one GPU and plan.
+    out_dtype : dtype, default q's
+        Forward only: dtype of `out`; "float32" for partial states that will be merged.
+    grad_dtype : dtype, default each input's
+        Backward only: dtype of dq, dk, dv and dbias.
+    num_splits : int, default 0
+        Forward only: parts the keys are split into; 0 lets the plan choose, 1 is none.
+    split_len : int, default None
+        Forward only: keys per split instead, so that a row's bits do not depend on its batch.
+    allow_tf32 : bool, default False
+        float32 products may use TF32 tensor cores (10-bit mantissa).
+
+    Raises
+    ------
+    ValueError for values, TypeError for kinds and dtypes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash as cf
+    >>> attn = cf.Attention(causal=True, window=(4, 0))
+    >>> attn
+    Attention(causal=True, window=(4, 0))
+    >>> x = np.ones((1, 6, 2, 8), np.float32)
+    >>> out, lse = attn.fwd(x, x, x)
+    >>> attn.bwd(x, x, x, out, lse, np.ones_like(out)).dv.shape
+    (1, 6, 2, 8)
+    """
+
+    layout: str = "bshd"
+    scale: float | None = None
+    causal: bool | str = False
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    out_dtype: Any = None
+    grad_dtype: Any = None
+    num_splits: int = 0
+    split_len: int | None = None
+    allow_tf32: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in _check.options(self).items():
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        changed = (
+            (f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        )
+        return f"Attention({', '.join(f'{name}={value!r}' for name, value in changed)})"
+
+    def replace(self, **changes: Any) -> Attention:
+        """A copy with some options changed."""
+        return dataclasses.replace(self, **changes)
+
+    def fwd(
+        self, q: Any, k: Any, v: Any, *,
+        bias: Any = None, alibi_slopes: Any = None, sink: Any = None,
+        cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+        seqused_k: Any = None, block_table: Any = None, q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
+        out: Any = None, lse: Any = None, workspace: Any = None, check: bool = False, plan: Any = None,
+    ) -> AttnOutput:  # fmt: skip
+        """`attn_fwd` with these options; see there for the arguments."""
+        return PreparedCall("attn_fwd", self, _arguments(locals()), backward=False).run()
+
+    def bwd(
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *,
+        delta: Any = None, dlse: Any = None,
+        bias: Any = None, alibi_slopes: Any = None, sink: Any = None,
+        cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+        seqused_k: Any = None, q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
+        dq: Any = None, dk: Any = None, dv: Any = None, dbias: Any = None, dsink: Any = None, accumulate: bool = False,
+        workspace: Any = None, check: bool = False, plan: Any = None,
+    ) -> Any:  # fmt: skip
+        """`attn_bwd` with these options; see there for the arguments. Returns `AttnGrads`."""
+        return PreparedCall("attn_bwd", self, _arguments(locals()), backward=True).run()
+
+    def plan(
+        self, q: Any, k: Any, v: Any, backward: bool = False, *,
+        bias: Any = None, alibi_slopes: Any = None, sink: Any = None,
+        cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+        seqused_k: Any = None, block_table: Any = None, q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
+        out: Any = None, lse: Any = None, dout: Any = None, delta: Any = None, dlse: Any = None,
+        dq: Any = None, dk: Any = None, dv: Any = None, dbias: Any = None, dsink: Any = None, accumulate: bool = False,
+        workspace: Any = None, check: bool = False, plan: Any = None,
+    ) -> Any:  # fmt: skip
+        """Which kernel such a call would use, and why: printable, and accepted as `plan=` by the call itself.
+
+        Takes the arguments of `fwd`, or of `bwd` with `backward=True`; only q, k, v and what switches a feature on need be
+        given. Nothing is compiled or launched. Raises UnsupportedError when no kernel serves it.
+        """
+        checked, backend = _plannable("Attention.plan", self, _arguments(locals()), backward)
+        return backend.plan(checked.spec, checked.call, backward=backward, override=plan)
+
+    def workspace_size(
+        self, q: Any, k: Any, v: Any, backward: bool = False, *,
+        bias: Any = None, alibi_slopes: Any = None, sink: Any = None,
+        cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+        seqused_k: Any = None, block_table: Any = None, q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
+        out: Any = None, lse: Any = None, dout: Any = None, delta: Any = None, dlse: Any = None,
+        dq: Any = None, dk: Any = None, dv: Any = None, dbias: Any = None, dsink: Any = None, accumulate: bool = False,
+        workspace: Any = None, check: bool = False, plan: Any = None,
+    ) -> int:  # fmt: skip
+        """Bytes of `workspace` that such a call needs; takes what `plan` takes. Depends on shapes, dtypes and options only."""
+        checked, backend = _plannable("Attention.workspace_size", self, _arguments(locals()), backward)
+        backend.plan(checked.spec, checked.call, backward=backward, override=plan)
+        return backend.workspace_bytes(checked.spec, checked.call, backward=backward)
+
+    def prepare(
+        self, q: Any, k: Any, v: Any, backward: bool = False, *,
+        bias: Any = None, alibi_slopes: Any = None, sink: Any = None,
+        cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+        seqused_k: Any = None, block_table: Any = None, q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
+        out: Any = None, lse: Any = None, dout: Any = None, delta: Any = None, dlse: Any = None,
+        dq: Any = None, dk: Any = None, dv: Any = None, dbias: Any = None, dsink: Any = None, accumulate: bool = False,
+        workspace: Any = None, check: bool = False, plan: Any = None,
+    ) -> PreparedCall:  # fmt: skip
+        """A call packed once, outputs and workspace included, to be run again and again on the arrays it was given.
+
+        Takes the arguments of `fwd`, or of `bwd` with `backward=True`. Each run reads the arrays as they are by then, works on
+        the stream that is current by then, and writes the same outputs: not for two threads at once.
+        """
+        arguments = _of_direction("Attention.prepare", _arguments(locals()), backward)
+        return PreparedCall("Attention.prepare", self, arguments, backward=backward, holds_workspace=True)
+
+
+class PreparedCall:
+    """Checked, planned and allocated; `run` computes and returns the outputs, and so does calling it again."""
+
+    def __init__(
+        self,
+        function: str,
+        attention: Attention,
+        arguments: dict[str, Any],
+        *,
+        backward: bool,
+        holds_workspace: bool = False,
+    ) -> None:
+        checked = _check.call(function, attention, arguments, backward=backward, planning=False)
+        spec, call, adopted = checked.spec, checked.call, checked.adopted
+        self.checked = checked
+        self.backend = _interop.backend(adopted)
+        self.plan = self.backend.plan(spec, call, backward=backward, override=arguments["plan"])
+        if call.workspace is not None or holds_workspace:
+            needed = self.backend.workspace_bytes(spec, call, backward=backward)
+            _check.workspace(checked, needed)
+            if call.workspace is None:
+                call.workspace = adopted.empty((needed,), "uint8")
+        made = {name: adopted.empty(shape, dtype) for name, (shape, dtype) in checked.outputs.items()}
+        for name, view in made.items():
+            checked.place(name, view)
+        views = adopted.views | made
+        if backward:
+            names = [name for name in ("dq", "dk", "dv", "dbias", "dsink") if name in views]
+            kind = _GRADS["dbias" in views, "dsink" in views]
+        else:
+            names, kind = ["out", "lse"], AttnOutput
+        self.results = kind(*(adopted.give(views[name]) for name in names))
+
+    def __call__(self) -> Any:
+        """Run once more: on the stream that is current now, offsets and lengths looked at again where they were before."""
+        checked = self.checked
+        checked.call.stream = checked.adopted.refresh_stream()
+        _check.check_values(checked)
+        return self.run()
+
+    def run(self) -> Any:
+        checked = self.checked
+        for name in checked.copies:
+            checked.place(name, _interop.require_unit_stride(checked.adopted, name))
+        compute = self.backend.backward if checked.backward else self.backend.forward
+        compute(checked.spec, checked.call, self.plan)
+        return self.results
+
+    def __repr__(self) -> str:
+        return f"PreparedCall({'backward' if self.checked.backward else 'forward'}, {self.plan!r})"
+
+
+def preprocess(function: str, layout: str, out: Any, dout: Any, dlse: Any) -> Any:
+    """delta = rowsum(dout · out) − dlse, made by the caller's library."""
+    call, adopted, shape, dtype = _check.preprocess(function, layout, out, dout, dlse)
+    delta = adopted.empty(shape, dtype)
+    call.delta = _check.canonical(layout, "delta", delta, call.batch, False)
+    _interop.backend(adopted).preprocess(call)
+    return adopted.give(delta)
+
+
+def _arguments(named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call out of its `locals()`."""
+    return {name: value for name, value in named.items() if name not in ("self", "backward")}
+
+
+def _of_direction(function: str, arguments: dict[str, Any], backward: bool) -> dict[str, Any]:
+    """Without the names that only the other direction has; giving one of those is an error."""
+    foreign = (
+        ("block_table",) if backward else ("dout", "delta", "dlse", "dq", "dk", "dv", "dbias", "dsink", "accumulate")
+    )
+    for name in foreign:
+        if arguments[name] is not None and arguments[name] is not False:
+            direction = "a backward" if backward else "a forward"
+            raise ValueError(refusal(function, name, "is given", f"None is accepted for {direction}"))
+    return {name: value for name, value in arguments.items() if name not in foreign}
+
+
+def _plannable(function: str, attention: Attention, arguments: dict[str, Any], backward: bool) -> tuple[Checked, Any]:
+    arguments = _of_direction(function, arguments, backward)
+    checked = _check.call(function, attention, arguments, backward=backward, planning=True)
+    return checked, _interop.backend(checked.adopted)

@@ -1,0 +1,797 @@
+"""The only place where user input is judged: options, then arrays, then their values.
+
+`options` serves `Attention.__post_init__`; `call` and `preprocess` turn a call's arguments into a `Checked`, or raise before
+anything is allocated. What depends on shapes, dtypes and options alone is judged once per call signature (`_judge`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cupyflash import _interop
+from cupyflash._errors import refusal
+from cupyflash._interop import Adopted, has_unit_stride
+from cupyflash._spec import Call, Features, Mask, Spec, View
+
+if TYPE_CHECKING:
+    from cupyflash._attention import Attention
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+LAYOUTS = ("bshd", "bhsd", "thd")
+CAUSAL = (False, True, "bottom-right", "top-left")
+
+# Positions fit int64 with room for their differences; a window bound of UNBOUNDED or more reaches past any key.
+POSITION_LIMIT = 2**60
+UNBOUNDED = 2**62
+
+# The axes of every array, by layout, as the contract's table names them.
+_TOKENS = {
+    "bshd": ("B Nq Hq {}", "B Nk Hkv {}", "B Hq Nq"),
+    "bhsd": ("B Hq Nq {}", "B Hkv Nk {}", "B Hq Nq"),
+    "thd": ("Tq Hq {}", "Tk Hkv {}", "Hq Tq"),
+}
+_POOLS = {"bshd": "pages page_size Hkv {}", "bhsd": "pages Hkv page_size {}", "thd": "pages page_size Hkv {}"}
+_QUERY_ROWS = {"q": "D", "out": "Dv", "dout": "Dv", "dq": "D"}
+_KEY_ROWS = {"k": "D", "v": "Dv", "dk": "D", "dv": "Dv"}
+_PER_ROW = ("lse", "delta", "dlse")
+
+# Caller's axes for each canonical axis; None is the packed form's leading axis of one.
+_AXES = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "thd": (None, 0, 1, 2)}
+
+_FORWARD_OUTPUTS = ("out", "lse")
+_BACKWARD_OUTPUTS = ("dq", "dk", "dv", "dbias", "dsink")
+_ALIGNED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+_INT_OR_ARRAY = {
+    "q_start": (-POSITION_LIMIT, POSITION_LIMIT, "an int or an int32 array [B]"),
+    "k_start": (-POSITION_LIMIT, POSITION_LIMIT, "an int or an int32 array [B]"),
+    "seed": (0, 2**64, "an int in [0, 2**64) or a one-element int64 or uint64 array"),
+    "offset": (0, 2**32, "an int in [0, 2**32) or a one-element int64 or uint64 array"),
+}
+
+
+@dataclass(slots=True)
+class Checked:
+    """A call that nothing is wrong with: what the backends take, and what is left to allocate."""
+
+    spec: Spec
+    call: Call
+    adopted: Adopted
+    layout: str
+    backward: bool
+    outputs: dict[str, tuple[tuple[int, ...], str]]  # to allocate: name to shape and dtype, in the caller's layout
+    copies: tuple[str, ...]  # inputs that a kernel cannot read in place
+    validates: bool  # whether the values of offsets, lengths and pages are looked at
+
+    def place(self, name: str, view: View) -> None:
+        """Put the caller's array (or one made in its form) into the call, in canonical form."""
+        setattr(self.call, name, canonical(self.layout, name, view, self.call.batch, self.spec.paged))
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """An array as far as the pure checks look at it. Hashable: part of a call's signature."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    misalignment: int  # address modulo 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    spec: Spec
+    batch: int
+    len_q: int
+    len_k: int
+    outputs: tuple[tuple[str, tuple[int, ...], str], ...]
+    copies: tuple[str, ...]
+
+
+# ------------------------------------------------------------------------------------------------------------- options
+
+
+def options(attention: Attention) -> dict[str, Any]:
+    """The static options in normal form, or an error."""
+    name = "Attention"
+    softcap = _number(name, "softcap", attention.softcap, "None, 0 or a positive finite number") or None
+    if softcap is not None and softcap < 0:
+        raise ValueError(refusal(name, "softcap", f"is {softcap}", "None, 0 or a positive finite number is accepted"))
+    dropout_p = _number(name, "dropout_p", attention.dropout_p, "a number in [0, 1)", is_optional=False)
+    if dropout_p is None or not 0 <= dropout_p < 1:
+        raise ValueError(refusal(name, "dropout_p", f"is {dropout_p}", "a number in [0, 1) is accepted"))
+    num_splits = _integer(name, "num_splits", attention.num_splits, 0, None)
+    split_len = None if attention.split_len is None else _integer(name, "split_len", attention.split_len, 1, None)
+    if num_splits and split_len is not None:
+        given = f"is {split_len} while `num_splits` is {num_splits}"
+        raise ValueError(refusal(name, "split_len", given, "only one of the two may be given"))
+    causal = _one_of(name, "causal", attention.causal, CAUSAL)
+    return {
+        "layout": _one_of(name, "layout", attention.layout, LAYOUTS),
+        "scale": _number(name, "scale", attention.scale, "None or a finite number"),
+        "causal": True if causal == "bottom-right" else causal,
+        "window": _window(name, attention.window),
+        "softcap": softcap,
+        "dropout_p": dropout_p,
+        "deterministic": _boolean(name, "deterministic", attention.deterministic),
+        "out_dtype": _dtype(name, "out_dtype", attention.out_dtype),
+        "grad_dtype": _dtype(name, "grad_dtype", attention.grad_dtype),
+        "num_splits": num_splits,
+        "split_len": split_len,
+        "allow_tf32": _boolean(name, "allow_tf32", attention.allow_tf32),
+    }
+
+
+def _one_of(function: str, name: str, value: Any, accepted: tuple[Any, ...]) -> Any:
+    value = bool(value) if isinstance(value, np.bool_) else value
+    for choice in accepted:
+        if type(value) is type(choice) and value == choice:
+            return choice
+    raise ValueError(refusal(function, name, f"is {value!r}", f"{_listed(map(repr, accepted))} is accepted"))
+
+
+def _boolean(function: str, name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(refusal(function, name, f"is {value!r}", "True or False is accepted"))
+    return bool(value)
+
+
+def _number(function: str, name: str, value: Any, accepted: str, *, is_optional: bool = True) -> float | None:
+    if value is None and is_optional:
+        return None
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(refusal(function, name, f"is {value!r}", f"{accepted} is accepted"))
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(refusal(function, name, f"is {value!r}", f"{accepted} is accepted"))
+    return number
+
+
+def _integer(function: str, name: str, value: Any, low: int, high: int | None, accepted: str = "") -> int:
+    accepted = accepted or (f"an int of at least {low}" if high is None else f"an int in [{low}, {high})")
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(refusal(function, name, f"is {value!r}", f"{accepted} is accepted"))
+    if value < low or (high is not None and value >= high):
+        raise ValueError(refusal(function, name, f"is {value}", f"{accepted} is accepted"))
+    return int(value)
+
+
+def _window(function: str, value: Any) -> tuple[int | None, int | None] | None:
+    accepted = "None or a pair (left, right) of ints of at least 0, with None or -1 for an unbounded side"
+    if value is None:
+        return None
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValueError(refusal(function, "window", f"is {value!r}", f"{accepted} is accepted"))
+    sides = [None if side is None else _integer(function, "window", side, -1, None, accepted) for side in value]
+    left, right = (None if side == -1 else side for side in sides)
+    return None if left is None and right is None else (left, right)
+
+
+def _dtype(function: str, name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    dtype = _interop.dtype_name(value)
+    if dtype not in FLOATS:
+        raise TypeError(refusal(function, name, f"is {value!r}", f"None or {_listed(FLOATS)} is accepted"))
+    return dtype
+
+
+def _listed(choices: Iterable[str]) -> str:
+    *most, last = choices
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+# --------------------------------------------------------------------------------------------------------------- calls
+
+
+def call(function: str, attention: Attention, arguments: dict[str, Any], *, backward: bool, planning: bool) -> Checked:
+    """Judge a forward or backward call from all its arguments by name. `planning` asks of q, k and v only that they exist."""
+    arrays, values = _split(function, arguments)
+    required = ["q", "k", "v"]
+    if backward and not planning:
+        required += ["lse", "dout"] if arrays.get("delta") is not None else ["out", "lse", "dout"]
+    for name in required:
+        if arrays.get(name) is None:
+            advice = "It may be None only when `delta` is given." if name == "out" else ""
+            raise TypeError(refusal(function, name, "is None", _interop.ACCEPTED_ARRAYS, advice))
+    if values["accumulate"] and not planning:
+        for name in ("dq", "dk", "dv", *(f"d{name}" for name in ("bias", "sink") if arrays[name] is not None)):
+            if arrays[name] is None:
+                accepted = "with accumulate=True every gradient is added into an array that is given"
+                raise ValueError(refusal(function, name, "is None", accepted))
+    if attention.dropout_p and arguments["seed"] is None and not planning:
+        given = f"is None while `dropout_p` is {attention.dropout_p}"
+        raise ValueError(refusal(function, "seed", given, f"{_INT_OR_ARRAY['seed'][2]} is accepted"))
+    adopted = _interop.adopt(function, arrays)
+    outputs = _BACKWARD_OUTPUTS if backward else _FORWARD_OUTPUTS
+    judged = _judge(
+        function,
+        attention,
+        backward,
+        tuple(_Given(name, v.shape, v.strides, v.dtype, v.ptr & 15) for name, v in adopted.views.items()),
+        values["accumulate"],
+        values["max_seqlen_q"],
+        values["max_seqlen_k"],
+    )
+    _check_writing(adopted, (*outputs, "workspace"))
+    checked = Checked(
+        spec=judged.spec,
+        call=_call(function, attention, judged, values),
+        adopted=adopted,
+        layout=attention.layout,
+        backward=backward,
+        outputs={name: (shape, dtype) for name, shape, dtype in judged.outputs},
+        copies=judged.copies if adopted.backend == "cuda" else (),
+        validates=values["check"] or adopted.backend == "cpu",
+    )
+    for name, view in adopted.views.items():
+        checked.place(name, view)
+    checked.call.empty = adopted.empty
+    checked.call.device = adopted.device
+    checked.call.stream = adopted.stream
+    check_values(checked)
+    return checked
+
+
+def workspace(checked: Checked, needed: int) -> None:
+    """The caller's workspace must hold what the plan needs."""
+    view = checked.call.workspace
+    if view is not None and view.shape[0] < needed:
+        accepted = f"at least {needed} are needed for this call (workspace_size)"
+        raise ValueError(refusal(checked.call.function, "workspace", f"has {view.shape[0]} bytes", accepted))
+
+
+def canonical(layout: str, name: str, view: View, batch: int, is_paged: bool) -> View:
+    """A View in the axis order of `_spec`: see the table in its docstring."""
+    if name in _QUERY_ROWS or name in _KEY_ROWS:
+        if is_paged and name in ("k", "v"):
+            return view if layout != "bhsd" else _interop.permute(view, _AXES["bhsd"])
+        return view if layout == "bshd" else _interop.permute(view, _AXES[layout])
+    if name in _PER_ROW:
+        return view if layout != "thd" else _interop.permute(view, (None, 0, 1))
+    if name in ("bias", "dbias") and len(view.shape) < 4:
+        missing = 4 - len(view.shape)
+        return _interop.permute(view, (None,) * missing + tuple(range(len(view.shape))))
+    if name == "alibi_slopes" and len(view.shape) == 1:
+        return _interop.broadcast(view, (batch, view.shape[0]))
+    return view
+
+
+def _split(function: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays, and checked plain values, of a call's arguments."""
+    arrays = dict(arguments)
+    del arrays["plan"]
+    values: dict[str, Any] = {"check": _boolean(function, "check", arrays.pop("check"))}
+    values["accumulate"] = _boolean(function, "accumulate", arrays.pop("accumulate", False))
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        value = arrays.pop(name)
+        values[name] = None if value is None else _integer(function, name, value, 0, None)
+    for name, (low, high, accepted) in _INT_OR_ARRAY.items():
+        value = arrays[name]
+        if value is None and name in ("q_start", "seed"):
+            del arrays[name]
+        elif not _interop.is_array(value):
+            values[name] = _integer(function, name, arrays.pop(name), low, high, accepted)
+    return arrays, values
+
+
+def _call(function: str, attention: Attention, judged: _Judged, values: dict[str, Any]) -> Call:
+    left, right = attention.window or (None, None)
+    left, right = (None if side is not None and side >= UNBOUNDED else side for side in (left, right))
+    if attention.causal:
+        right = 0  # bounds are never negative, so min(right, 0)
+    return Call(
+        function=function,
+        batch=judged.batch,
+        len_q=judged.len_q,
+        len_k=judged.len_k,
+        scale=_scale(attention, judged.spec.head_dim),
+        softcap=attention.softcap or 0.0,
+        window_left=left,
+        window_right=right,
+        q_start=values.get("q_start", 0 if attention.causal == "top-left" else None),
+        k_start=values.get("k_start", 0),
+        dropout_p=attention.dropout_p,
+        seed=values.get("seed", 0),
+        offset=values.get("offset", 0),
+        num_splits=attention.num_splits,
+        split_len=attention.split_len,
+        max_seqlen_q=values["max_seqlen_q"],
+        max_seqlen_k=values["max_seqlen_k"],
+    )
+
+
+def _scale(attention: Attention, head_dim: int) -> float:
+    return 1.0 / math.sqrt(head_dim) if attention.scale is None else attention.scale
+
+
+# -------------------------------------------------------------------------------------------------- shapes and dtypes
+
+
+class _Arrays:
+    """The arrays of a call by name, with what every message about them shares."""
+
+    def __init__(self, function: str, layout: str, given: tuple[_Given, ...]) -> None:
+        self.function = function
+        self.layout = layout
+        self.by_name = {array.name: array for array in given}
+        self.sizes: dict[str, int] = {}
+        self._origin: dict[str, str] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.by_name
+
+    def __getitem__(self, name: str) -> _Given:
+        return self.by_name[name]
+
+    def refuse(self, error: type[Exception], name: str, given: str, accepted: str) -> Exception:
+        shown = ", ".join(
+            f"{n} {list(self[n].shape)}" for n in dict.fromkeys(("q", "k", "v", "out", "dout", name)) if n in self
+        )
+        return error(refusal(self.function, name, given, accepted, f"Got {shown}, layout {self.layout!r}."))
+
+    def match(self, name: str, axes: str) -> None:
+        """Bind the sizes that this array is the first to have; compare the others."""
+        if name not in self:
+            return
+        names, shape = axes.split(), self[name].shape
+        if len(shape) != len(names):
+            given = f"has {len(shape)} axes, {list(shape)}"
+            raise self.refuse(ValueError, name, given, f"{len(names)} are accepted, [{', '.join(names)}]")
+        for axis, (size, extent) in enumerate(zip(names, shape, strict=True)):
+            if self.sizes.setdefault(size, extent) != extent:
+                given = f"has {extent} in axis {axis}, {size}"
+                accepted = f"{self.sizes[size]} is accepted there, as in `{self._origin[size]}`"
+                raise self.refuse(ValueError, name, given, accepted)
+            self._origin.setdefault(size, name)
+
+    def require(self, name: str, size: str, accepted: str) -> None:
+        if self.sizes[size] < 1:
+            raise self.refuse(ValueError, name, f"has {size} = {self.sizes[size]}", accepted)
+
+    def check_dtype(self, name: str, accepted: tuple[str, ...], why: str = "") -> None:
+        if name in self and self[name].dtype not in accepted:
+            given = f"is {self[name].dtype}"
+            raise TypeError(refusal(self.function, name, given, f"{_listed(accepted)} is accepted{why}"))
+
+
+@functools.lru_cache(maxsize=512)
+def _judge(
+    function: str,
+    attention: Attention,
+    backward: bool,
+    given: tuple[_Given, ...],
+    accumulate: bool,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> _Judged:
+    """Everything that shapes, dtypes and options decide."""
+    arrays = _Arrays(function, attention.layout, given)
+    _check_company(arrays)
+    _check_shapes(arrays)
+    dtypes = _check_dtypes(arrays, attention, backward, accumulate)
+    outputs = _check_outputs(arrays, dtypes, backward)
+    return _describe(arrays, attention, dtypes, outputs, backward, accumulate, max_seqlen_q, max_seqlen_k)
+
+
+def _check_company(arrays: _Arrays) -> None:
+    """Which arrays need or exclude which."""
+    is_packed, is_paged = arrays.layout == "thd", "block_table" in arrays
+    needs = [
+        ("seqused_k", is_paged, "`block_table` needs the live lengths"),
+        ("cu_seqlens_q", is_packed, "layout 'thd' needs the offsets of its sequences"),
+        ("cu_seqlens_k", is_packed and not is_paged, "layout 'thd' needs the offsets of its sequences"),
+        ("bias", "dbias" in arrays, "`dbias` is its gradient"),
+        ("sink", "dsink" in arrays, "`dsink` is its gradient"),
+    ]
+    for name, applies, why in needs:
+        if applies and name not in arrays:
+            raise ValueError(refusal(arrays.function, name, "is None", f"an array is needed: {why}"))
+    excludes = [
+        ("cu_seqlens_q", not is_packed, f"offsets need layout 'thd', and the layout is {arrays.layout!r}"),
+        ("cu_seqlens_k", not is_packed, f"offsets need layout 'thd', and the layout is {arrays.layout!r}"),
+        ("cu_seqlens_k", is_paged, "with `block_table` the keys lie in pages, not packed, so None is accepted"),
+        ("bias", is_packed, "None is accepted with layout 'thd'"),
+        ("dlse", "delta" in arrays, "None is accepted with `delta`, which already contains it"),
+    ]
+    for name, applies, why in excludes:
+        if applies and name in arrays:
+            raise ValueError(refusal(arrays.function, name, "is given", why))
+
+
+def _check_shapes(arrays: _Arrays) -> None:
+    layout, sizes = arrays.layout, arrays.sizes
+    query, key, row = _TOKENS[layout]
+    if "block_table" in arrays:
+        key = _POOLS[layout]
+    for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
+        axes, head_dim = (query, _QUERY_ROWS[name]) if name in _QUERY_ROWS else (key, _KEY_ROWS[name])
+        arrays.match(name, axes.format(head_dim))
+    for name in _PER_ROW:
+        arrays.match(name, row)
+    if "k" in arrays:
+        arrays.require("q", "D", "a head_dim of at least 1 is accepted")
+        arrays.require("v", "Dv", "a head_dim of at least 1 is accepted")
+        arrays.require("k", "Hkv", "at least one head is accepted")
+        arrays.require("q", "Hq", "at least one head is accepted")
+        if sizes["Hq"] % sizes["Hkv"]:
+            given = f"has {sizes['Hkv']} heads and `q` has {sizes['Hq']}"
+            raise arrays.refuse(ValueError, "k", given, "`q`'s heads must be a multiple of `k`'s")
+    if layout == "thd":
+        _check_offsets(arrays)
+    arrays.match("seqused_k", "B")
+    arrays.match("block_table", "B max_pages")
+    if "block_table" in arrays:
+        arrays.require("k", "page_size", "pages of at least one key are accepted")
+    arrays.match("q_start", "B")
+    arrays.match("k_start", "B")
+    arrays.match("sink", "Hq")
+    arrays.match("dsink", "Hq")
+    arrays.match(
+        "alibi_slopes", "Hq" if "alibi_slopes" in arrays and len(arrays["alibi_slopes"].shape) == 1 else "B Hq"
+    )
+    arrays.match("workspace", "bytes")
+    for name in ("seed", "offset"):
+        if name in arrays and math.prod(arrays[name].shape) != 1:
+            raise ValueError(
+                refusal(
+                    arrays.function,
+                    name,
+                    f"has shape {list(arrays[name].shape)}",
+                    "an array of one element is accepted",
+                )
+            )
+    if "bias" in arrays:
+        _check_bias(arrays)
+
+
+def _check_offsets(arrays: _Arrays) -> None:
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        arrays.match(name, "B+1")
+    if "cu_seqlens_q" in arrays:
+        arrays.require("cu_seqlens_q", "B+1", "at least one offset, [B+1], is accepted")
+        arrays.sizes["B"] = arrays.sizes["B+1"] - 1
+        arrays._origin["B"] = "cu_seqlens_q"
+
+
+def _check_bias(arrays: _Arrays) -> None:
+    shape, full = arrays["bias"].shape, [arrays.sizes[size] for size in ("B", "Hq", "Nq")] + [_len_k(arrays)]
+    if len(shape) > 4 or any(
+        have not in (1, want) for have, want in zip(reversed(shape), reversed(full), strict=False)
+    ):
+        accepted = f"a shape that broadcasts to [B, Hq, Nq, Nk] = {full} is accepted"
+        raise arrays.refuse(ValueError, "bias", f"has shape {list(shape)}", accepted)
+    if "dbias" in arrays and arrays["dbias"].shape != shape:
+        given = f"has shape {list(arrays['dbias'].shape)}"
+        raise ValueError(refusal(arrays.function, "dbias", given, f"`bias`'s shape {list(shape)} is accepted"))
+
+
+def _len_k(arrays: _Arrays) -> int:
+    sizes = arrays.sizes
+    if "block_table" in arrays:
+        return sizes["max_pages"] * sizes["page_size"]
+    return sizes["Tk" if arrays.layout == "thd" else "Nk"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Dtypes:
+    out: str
+    dout: str | None
+    lse: str
+    grad: str | None
+    bias: str | None  # of dbias
+    sink: str | None
+
+
+def _check_dtypes(arrays: _Arrays, attention: Attention, backward: bool, accumulate: bool) -> _Dtypes:
+    arrays.check_dtype("q", FLOATS)
+    dtype = arrays["q"].dtype
+    for name in ("k", "v"):
+        arrays.check_dtype(name, (dtype,), " as in `q`")
+    rows = "float64" if dtype == "float64" else "float32"
+    for name in ("lse", "delta", "dlse", "sink", "alibi_slopes"):
+        arrays.check_dtype(name, (rows,), f" with {dtype} inputs")
+    arrays.check_dtype("bias", FLOATS)
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        arrays.check_dtype(name, ("int32", "int64"))
+    for name in ("seqused_k", "block_table", "q_start", "k_start"):
+        arrays.check_dtype(name, ("int32",))
+    for name in ("seed", "offset"):
+        arrays.check_dtype(name, ("int64", "uint64"))
+    arrays.check_dtype("workspace", ("uint8", "int8"))
+    if not backward:
+        out = attention.out_dtype or dtype
+        arrays.check_dtype("out", (out,), f" ({'out_dtype' if attention.out_dtype else 'as in `q`'})")
+        return _Dtypes(out, None, rows, None, None, None)
+    cotangents = tuple(dict.fromkeys((dtype, "float32")))
+    for name in ("out", "dout"):
+        arrays.check_dtype(name, cotangents, f" with {dtype} inputs")
+    grad = attention.grad_dtype or dtype
+    bias = attention.grad_dtype or arrays["bias"].dtype if "bias" in arrays else None
+    sink = arrays["sink"].dtype if "sink" in arrays else None
+    for name, want in (("dq", grad), ("dk", grad), ("dv", grad), ("dbias", bias), ("dsink", sink)):
+        if name not in arrays or want is None:
+            continue
+        if accumulate and want not in ("float32", "float64"):
+            given = f"is {arrays[name].dtype}, which loses what is added with accumulate=True"
+            accepted = "float32 or float64 is accepted (grad_dtype='float32')"
+            raise TypeError(refusal(arrays.function, name, given, accepted))
+        arrays.check_dtype(name, (want,), f" ({'grad_dtype' if attention.grad_dtype else 'its input has it'})")
+    out = arrays["out"].dtype if "out" in arrays else attention.out_dtype or dtype
+    dout = arrays["dout"].dtype if "dout" in arrays else out
+    return _Dtypes(out, dout, rows, grad, bias, sink)
+
+
+def _check_outputs(arrays: _Arrays, dtypes: _Dtypes, backward: bool) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Given outputs must be writable as they lie; returns shape and dtype of all."""
+    query, key, row = _TOKENS[arrays.layout]
+    if backward:
+        outputs = {
+            name: (arrays[source].shape, dtypes.grad) for name, source in (("dq", "q"), ("dk", "k"), ("dv", "v"))
+        }
+        if "bias" in arrays:
+            outputs["dbias"] = arrays["bias"].shape, dtypes.bias
+        if "sink" in arrays:
+            outputs["dsink"] = arrays["sink"].shape, dtypes.sink
+    else:
+        out_shape = tuple(arrays.sizes[size] for size in query.format("Dv").split())
+        lse_shape = tuple(arrays.sizes[size] for size in row.split())
+        outputs = {"out": (out_shape, dtypes.out), "lse": (lse_shape, dtypes.lse)}
+    for name in (*outputs, "workspace"):
+        if name in arrays and not has_unit_stride(arrays[name].shape, arrays[name].strides):
+            given = f"has stride {arrays[name].strides[-1]} along its last axis"
+            raise ValueError(refusal(arrays.function, name, given, "stride 1 is accepted there"))
+    return outputs  # type: ignore[return-value]
+
+
+def _describe(
+    arrays: _Arrays,
+    attention: Attention,
+    dtypes: _Dtypes,
+    outputs: dict[str, tuple[tuple[int, ...], str]],
+    backward: bool,
+    accumulate: bool,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> _Judged:
+    sizes, is_packed = arrays.sizes, arrays.layout == "thd"
+    len_q, len_k = sizes["Tq" if is_packed else "Nq"], _len_k(arrays)
+    typical_q = len_q if max_seqlen_q is None or not is_packed else max_seqlen_q
+    typical_k = len_k if max_seqlen_k is None or not is_packed else max_seqlen_k
+    is_masked = bool(attention.causal) or attention.window is not None
+    written = set(outputs) | {"workspace"}
+    spec = Spec(
+        dtype=arrays["q"].dtype,
+        heads_q=sizes["Hq"],
+        heads_kv=sizes["Hkv"],
+        head_dim=sizes["D"],
+        head_dim_v=sizes["Dv"],
+        mask=Mask.BAND if is_masked else Mask.NONE,
+        features=Features(
+            softcap=attention.softcap is not None,
+            alibi="alibi_slopes" in arrays,
+            bias="bias" in arrays,
+            dropout=attention.dropout_p > 0,
+            negative_scale=_scale(attention, sizes["D"]) < 0,
+        ),
+        packed=is_packed,
+        paged="block_table" in arrays,
+        out_dtype=dtypes.out,
+        dout_dtype=dtypes.dout,
+        grad_dtype=dtypes.grad,
+        accumulate=accumulate,
+        deterministic=attention.deterministic,
+        split=attention.num_splits > 1 or attention.split_len is not None,
+        allow_tf32=attention.allow_tf32,
+        align=_alignment(arrays, outputs),
+        size_class="short" if typical_k <= 128 else "decode" if typical_q <= 16 else "normal",
+    )
+    missing = tuple((name, shape, dtype) for name, (shape, dtype) in outputs.items() if name not in arrays)
+    copies = tuple(
+        name for name, a in arrays.by_name.items() if name not in written and not has_unit_stride(a.shape, a.strides)
+    )
+    return _Judged(spec, sizes["B"], len_q, len_k, missing, copies)
+
+
+def _alignment(arrays: _Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) -> int:
+    """The largest power of two, at most 16, that divides every address and outer stride in bytes, copies and results included."""
+    bits = 16
+    for name in _ALIGNED:
+        if name in arrays:
+            shape, strides, dtype = arrays[name].shape, arrays[name].strides, arrays[name].dtype
+            if not has_unit_stride(shape, strides):
+                strides = _contiguous(shape)
+            else:
+                bits |= arrays[name].misalignment
+        elif name in outputs:
+            shape, dtype = outputs[name]
+            strides = _contiguous(shape)
+        else:
+            continue
+        itemsize = _interop.NUMPY_DTYPES[dtype].itemsize
+        for extent, stride in zip(shape[:-1], strides[:-1], strict=True):
+            if extent > 1:
+                bits |= stride * itemsize
+    return bits & -bits
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * extent)
+    return tuple(reversed(strides))
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def _check_writing(adopted: Adopted, outputs: Iterable[str]) -> None:
+    """Every given output can be written, and shares no byte with another array or with itself."""
+    outputs = [name for name in outputs if name in adopted.views]
+    for name in outputs:
+        if name in adopted.unwritable:
+            given = adopted.unwritable[name]
+            raise ValueError(
+                refusal(adopted.function, name, given, "an array that can be written in place is accepted")
+            )
+        if not _is_injective(adopted.views[name]):
+            given = f"has strides {list(adopted.views[name].strides)}, so that elements share memory"
+            raise ValueError(refusal(adopted.function, name, given, "an array whose elements are apart is accepted"))
+    for position, name in enumerate(outputs):
+        for other, view in adopted.views.items():
+            if other not in outputs[: position + 1] and not _are_apart(adopted.views[name], view):
+                accepted = "outputs must share no memory with another array of the call"
+                raise ValueError(refusal(adopted.function, name, f"overlaps `{other}`", accepted))
+
+
+def _is_injective(view: View) -> bool:
+    """Whether each axis, from the smallest stride up, steps over all that the smaller ones reach (sufficient, not necessary)."""
+    reach = 0
+    for stride, extent in sorted((abs(s), n) for s, n in zip(view.strides, view.shape, strict=True) if n > 1):
+        if stride <= reach:
+            return False
+        reach += (extent - 1) * stride
+    return True
+
+
+def _are_apart(a: View, b: View) -> bool:
+    """Whether two views surely share no byte: disjoint ranges, or disjoint residues modulo one of their strides.
+
+    The second finds the slices of one packed buffer: in [B, N, 3, H, D] the gradients of q, k and v have the same outer
+    strides, and within one step of 3·H·D each keeps to its own third.
+    """
+    if 0 in a.shape or 0 in b.shape:
+        return True
+    steps_a, steps_b = _steps(a), _steps(b)
+    (low_a, length_a), (low_b, length_b) = _range(a, steps_a, 0), _range(b, steps_b, 0)
+    if low_a + length_a <= low_b or low_b + length_b <= low_a:
+        return True
+    for period in {abs(step) for step, _ in steps_a + steps_b if step}:
+        (low_a, length_a), (low_b, length_b) = _range(a, steps_a, period), _range(b, steps_b, period)
+        gap = (low_b - low_a) % period
+        if length_a <= gap and gap + length_b <= period:
+            return True
+    return False
+
+
+def _steps(view: View) -> list[tuple[int, int]]:
+    """(bytes per step, extent) of every axis that moves."""
+    itemsize = _interop.NUMPY_DTYPES[view.dtype].itemsize
+    return [(stride * itemsize, extent) for stride, extent in zip(view.strides, view.shape, strict=True) if extent > 1]
+
+
+def _range(view: View, steps: list[tuple[int, int]], period: int) -> tuple[int, int]:
+    """First address and length of the bytes reached, leaving out steps that are multiples of `period` (0: none)."""
+    low, length = view.ptr, _interop.NUMPY_DTYPES[view.dtype].itemsize
+    for step, extent in steps:
+        if not period or step % period:
+            low += min(0, step * (extent - 1))
+            length += abs(step) * (extent - 1)
+    return low, length
+
+
+# -------------------------------------------------------------------------------------------------------------- values
+
+
+def check_values(checked: Checked) -> None:
+    """Offsets, lengths, pages and seeds by their values, where reading them costs nothing or the caller asked for it."""
+    if not checked.validates:
+        return
+    function, adopted, call = checked.call.function, checked.adopted, checked.call
+    views = adopted.views
+    for name, total in (("cu_seqlens_q", call.len_q), ("cu_seqlens_k", call.len_k)):
+        if name in views:
+            _check_offset_values(function, name, adopted.host(name), total)
+    if "seqused_k" in views:
+        used = adopted.host("seqused_k").astype(np.int64)
+        limit = np.diff(adopted.host("cu_seqlens_k")) if "cu_seqlens_k" in views else np.full(call.batch, call.len_k)
+        _check_range(function, "seqused_k", used, limit + 1, "the keys of its row")
+        if "block_table" in views:
+            assert call.k is not None
+            _check_pages(function, adopted.host("block_table"), used, pages=call.k.shape[0], page_size=call.k.shape[1])
+    for name in ("seed", "offset"):
+        if name in views:
+            value = int(adopted.host(name).reshape(-1)[0])
+            low, high, accepted = _INT_OR_ARRAY[name]
+            if not low <= value < high:
+                raise ValueError(refusal(function, name, f"holds {value}", f"{accepted} is accepted"))
+
+
+def _check_offset_values(function: str, name: str, offsets: np.ndarray, total: int) -> None:
+    accepted = f"offsets that start at 0, never fall, and end at or below {total} are accepted"
+    if offsets[0] != 0:
+        raise ValueError(refusal(function, name, f"starts at {offsets[0]}", accepted))
+    falls = np.flatnonzero(offsets[1:] < offsets[:-1])
+    if falls.size:
+        at = int(falls[0])
+        raise ValueError(
+            refusal(function, name, f"falls from {offsets[at]} to {offsets[at + 1]} at index {at + 1}", accepted)
+        )
+    if offsets[-1] > total:
+        raise ValueError(refusal(function, name, f"ends at {offsets[-1]}", accepted))
+
+
+def _check_range(function: str, name: str, values: np.ndarray, limit: np.ndarray, what: str) -> None:
+    wrong = np.flatnonzero((values < 0) | (values >= limit))
+    if wrong.size:
+        at = int(wrong[0])
+        accepted = f"0 to {int(limit[at]) - 1}, {what}, is accepted there"
+        raise ValueError(refusal(function, name, f"is {values[at]} at index {at}", accepted))
+
+
+def _check_pages(function: str, table: np.ndarray, used: np.ndarray, *, pages: int, page_size: int) -> None:
+    is_live = np.arange(table.shape[1]) * page_size < used[:, None]
+    wrong = np.argwhere(is_live & ((table < 0) | (table >= pages)))
+    if wrong.size:
+        row, page = (int(index) for index in wrong[0])
+        given = f"is {table[row, page]} at [{row}, {page}], a live page"
+        raise ValueError(refusal(function, "block_table", given, f"0 to {pages - 1} is accepted there"))
+
+
+# --------------------------------------------------------------------------------------------------------- preprocess
+
+
+def preprocess(
+    function: str, layout: str, out: Any, dout: Any, dlse: Any
+) -> tuple[Call, Adopted, tuple[int, ...], str]:
+    """The call for delta, with the shape and dtype of delta in the caller's layout."""
+    layout = _one_of(function, "layout", layout, LAYOUTS)
+    arguments = {"out": out, "dout": dout, "dlse": dlse}
+    for name in ("out", "dout"):
+        if arguments[name] is None:
+            raise TypeError(refusal(function, name, "is None", _interop.ACCEPTED_ARRAYS))
+    adopted = _interop.adopt(function, arguments)
+    views = adopted.views
+    arrays = _Arrays(function, layout, tuple(_Given(name, v.shape, v.strides, v.dtype, 0) for name, v in views.items()))
+    query, _, row = _TOKENS[layout]
+    for name, axes in (("out", query.format("Dv")), ("dout", query.format("Dv")), ("dlse", row)):
+        arrays.match(name, axes)
+    arrays.require("out", "Dv", "a head_dim of at least 1 is accepted")
+    arrays.check_dtype("out", FLOATS)
+    arrays.check_dtype(
+        "dout", tuple(dict.fromkeys((views["out"].dtype, "float32"))) if views["out"].dtype != "float32" else FLOATS
+    )
+    dtype = "float64" if "float64" in (views["out"].dtype, views["dout"].dtype) else "float32"
+    arrays.check_dtype("dlse", (dtype,), " with these `out` and `dout`")
+    sizes = arrays.sizes
+    call = Call(
+        function,
+        sizes.get("B", 1),
+        sizes["Tq" if layout == "thd" else "Nq"],
+        0,
+        1.0,
+        device=adopted.device,
+        stream=adopted.stream,
+    )
+    for name in views:
+        setattr(call, name, canonical(layout, name, _interop.require_unit_stride(adopted, name), 1, False))
+    return call, adopted, tuple(sizes[size] for size in row.split()), dtype
