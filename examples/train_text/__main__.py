@@ -1,0 +1,84 @@
+"""Train a small language model on real text and see whether it beats a bigram model: python -m examples.train_text"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+import numpy as np
+
+from . import data
+from .model import Config, Transformer
+from .report import Progress, draw_curve
+from .train import Settings, sample, train
+
+SAMPLE_BYTES = 240
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m examples.train_text", description=__doc__)
+    parser.add_argument("--backend", choices=["numpy", "cupy"], default="numpy", help="where the arrays live")
+    parser.add_argument("--text", metavar="FILE", help="train on this file; default: the texts of Python's help()")
+    parser.add_argument("--steps", type=int, default=Settings.num_steps, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches; default: %(default)s")
+    parser.add_argument("--plot", metavar="FILE", default="train_text.png", help="the loss curve; default: %(default)s")
+    arguments = parser.parse_args(argv)
+    if arguments.steps < 1:
+        parser.error(f"--steps {arguments.steps}: at least 1")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 if the model beats the bigram on the held-out text, else 1."""
+    arguments = parse(argv)
+    try:
+        xp = importlib.import_module(arguments.backend)
+    except ImportError as error:
+        sys.exit(f"--backend {arguments.backend}: {error}; `python -m cupyflash info` says what runs here and why not")
+    settings, config = Settings(num_steps=arguments.steps), Config()
+    rng = np.random.default_rng(arguments.seed)
+
+    text = data.load(arguments.text)
+    fit, held = data.split(text)
+    if len(fit) <= settings.context or len(held) < 2:
+        sys.exit(f"{arguments.text}: {len(text)} bytes of distinct paragraphs; need {2 * settings.context} or more")
+    bigram = data.bigram_nats(fit, held)
+    model = Transformer(config, xp, rng)
+    num_params = sum(value.size for value in model.params.values())
+    source = arguments.text or "Python's help() texts"
+    print(f"text       {source}: {len(fit):,} bytes to learn from, {len(held):,} held out")
+    print(f"bigram     {bigram:.3f} nats/byte ({data.bits(bigram):.3f} bits/byte) on the held-out bytes: to be beaten")
+    print(
+        f"model      {num_params:,} parameters, {config.num_layers} layers, {config.heads} heads, context "
+        f"{settings.context}; arrays and attention on {arguments.backend}"
+    )
+
+    history = train(model, fit, held, settings, rng, Progress(settings.num_steps))
+    nats = history.held[-1][1]
+    is_better = nats < bigram
+
+    tokens, _ = data.random_windows(fit, settings.batch, settings.context, rng)
+    lse_bytes, p_bytes = model.attention_bytes(xp.asarray(tokens))
+    print(
+        f"attention  a step keeps {lse_bytes >> 10:,} KiB of LSE where P would take {p_bytes >> 10:,} KiB, "
+        f"{p_bytes // lse_bytes} times as much"
+    )
+    if draw_curve(arguments.plot, history, bigram):
+        print(f"curve      {arguments.plot}")
+    else:
+        print("curve      not drawn: matplotlib is missing; python -m pip install 'cupyflash[plot]'")
+    written = sample(model, held[:64].tobytes(), SAMPLE_BYTES, settings.context, rng)[64:]
+    print("sample     what the model writes after the first held-out bytes:")
+    print("           | " + written.decode(errors="replace").replace("\n", "\n           | "))
+
+    verdict, side = ("BEATS", "below") if is_better else ("DOES NOT BEAT", "above")
+    print(
+        f"verdict    {verdict} the bigram model: {nats:.3f} nats/byte ({data.bits(nats):.3f} bits/byte) held out, "
+        f"{abs(1 - nats / bigram):.1%} {side} its {bigram:.3f}"
+    )
+    return 0 if is_better else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
