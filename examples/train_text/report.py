@@ -9,7 +9,7 @@ import numpy as np
 
 from .train import History
 
-BAR_WIDTH = 20
+BAR_WIDTH = 12  # the whole line fits in 80 columns
 SMOOTH_STEPS = 25  # one batch's loss is noisy; its mean over these is shown
 
 
@@ -35,7 +35,7 @@ class Progress:
             f"{step / seconds:.1f} steps/s  {left:.0f} s left"
         )
         if self.is_terminal:
-            print(f"\r{line:<88}", end="\n" if step == self.num_steps else "", flush=True)
+            print(f"\r{line:<79}", end="\n" if step == self.num_steps else "", flush=True)
         else:
             print(line, flush=True)
 
