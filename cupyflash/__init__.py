@@ -1,10 +1,11 @@
-"""FlashAttention for any array library: an explicit forward and backward, with the log-sum-exp in the caller's hands."""
+"""FlashAttention for any array library: explicit forward and backward, the log-sum-exp in the caller's hands."""
 
 from __future__ import annotations
 
 from cupyflash._api import attn_bwd, attn_bwd_preprocess, attn_fwd, lse_from_fa2, lse_from_log2
 from cupyflash._attention import Attention, AttnGrads, AttnOutput
 from cupyflash._errors import CompileError, UnsupportedError
+from cupyflash._merge import merge_states, merge_states_bwd
 
 __version__ = "0.1.0"
 
@@ -20,4 +21,6 @@ __all__ = [
     "attn_fwd",
     "lse_from_fa2",
     "lse_from_log2",
+    "merge_states",
+    "merge_states_bwd",
 ]

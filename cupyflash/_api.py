@@ -15,14 +15,15 @@ def attn_fwd(
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, dropout_p: float = 0.0,
     deterministic: bool = False, out_dtype: Any = None, grad_dtype: Any = None, num_splits: int = 0,
     split_len: int | None = None, allow_tf32: bool = False,
-    bias: Any = None, alibi_slopes: Any = None, sink: Any = None,
-    cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    seqused_k: Any = None, block_table: Any = None, q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
+    bias: Any = None, alibi_slopes: Any = None, sink: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, seqused_k: Any = None, block_table: Any = None,
+    q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
     out: Any = None, lse: Any = None, workspace: Any = None, check: bool = False, plan: Any = None,
 ) -> AttnOutput:  # fmt: skip
     """Attention and its log-sum-exp.
 
-        x_ij = scale · (q_i · k_j);  x ← softcap · tanh(x / softcap);  x ← x − slope_h · |p_i − r_j| + bias;  masked: −inf
+        x_ij = scale · (q_i · k_j);  x ← softcap · tanh(x / softcap);  x ← x − slope_h · |p_i − r_j| + bias_ij
+        x_ij = −inf where the mask hides key j from query i
         lse_i = log( Σ_j exp(x_ij) [+ exp(sink_h)] )
         out_i = Σ_j exp(x_ij − lse_i) · keep_ij/(1 − dropout_p) · v_j
 
@@ -31,8 +32,8 @@ def attn_fwd(
     Parameters
     ----------
     q : array [B, Nq, Hq, D], float16 | bfloat16 | float32 | float64
-        Any strides with a unit last stride are read in place; others are copied once on a GPU. The axes are those of layout
-        "bshd"; see `Attention` for this and every other option up to `allow_tf32`. Hq is a multiple of Hkv.
+        Any strides with a unit last stride are read in place; others are copied once on a GPU. The axes are those of
+        layout "bshd"; see `Attention` for this and every other option up to `allow_tf32`. Hq is a multiple of Hkv.
     k, v : array [B, Nk, Hkv, D] and [B, Nk, Hkv, Dv], q's dtype
         With `block_table`: pools of pages, [pages, page_size, Hkv, D] and [.., Dv].
     bias : array that broadcasts to [B, Hq, Nq, Nk], any float dtype
@@ -71,13 +72,13 @@ def attn_fwd(
 
     Raises
     ------
-    ValueError for shapes and values, TypeError for kinds and dtypes, UnsupportedError for what this backend or GPU cannot
-    do, CompileError when a kernel does not compile. All before anything is written.
+    ValueError for shapes and values, TypeError for kinds and dtypes, UnsupportedError for what this backend or GPU
+    cannot do, CompileError when a kernel does not compile. All before anything is written.
 
     Notes
     -----
-    Works on the data's device and the current stream of its library. A torch tensor that requires grad is refused while grad
-    mode is on: no graph is recorded here.
+    Works on the data's device and the current stream of its library. A torch tensor that requires grad is refused while
+    grad mode is on: no graph is recorded here.
 
     Examples
     --------
@@ -91,13 +92,14 @@ def attn_fwd(
     """
     attention = Attention(
         layout=layout, scale=scale, causal=causal, window=window, softcap=softcap, dropout_p=dropout_p,
-        deterministic=deterministic, out_dtype=out_dtype, grad_dtype=grad_dtype, num_splits=num_splits, split_len=split_len,
-        allow_tf32=allow_tf32,
+        deterministic=deterministic, out_dtype=out_dtype, grad_dtype=grad_dtype, num_splits=num_splits,
+        split_len=split_len, allow_tf32=allow_tf32,
     )  # fmt: skip
     return attention.fwd(
         q, k, v, bias=bias, alibi_slopes=alibi_slopes, sink=sink, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, block_table=block_table, q_start=q_start,
-        k_start=k_start, seed=seed, offset=offset, out=out, lse=lse, workspace=workspace, check=check, plan=plan,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, block_table=block_table,
+        q_start=q_start, k_start=k_start, seed=seed, offset=offset, out=out, lse=lse, workspace=workspace, check=check,
+        plan=plan,
     )  # fmt: skip
 
 
@@ -108,9 +110,9 @@ def attn_bwd(
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, dropout_p: float = 0.0,
     deterministic: bool = False, out_dtype: Any = None, grad_dtype: Any = None, num_splits: int = 0,
     split_len: int | None = None, allow_tf32: bool = False,
-    bias: Any = None, alibi_slopes: Any = None, sink: Any = None,
-    cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    seqused_k: Any = None, q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
+    bias: Any = None, alibi_slopes: Any = None, sink: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, seqused_k: Any = None,
+    q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
     dq: Any = None, dk: Any = None, dv: Any = None, dbias: Any = None, dsink: Any = None, accumulate: bool = False,
     workspace: Any = None, check: bool = False, plan: Any = None,
 ) -> Any:  # fmt: skip
@@ -118,11 +120,12 @@ def attn_bwd(
 
         D_i = Σ_c dout_ic · out_ic − dlse_i;  P_ij = exp(x_ij − lse_i)
         dV = (P ∘ keep/(1−p))ᵀ dO;  dX = P ∘ ((dO Vᵀ) ∘ keep/(1−p) − D);  dS = dX ∘ (1 − (x_softcapped / softcap)²)
-        dQ = scale · dS K;  dK = scale · dSᵀ Q;  dbias = ΣdX over bias's broadcast axes;  dsink_h = −Σ exp(sink_h − lse_i) · D_i
+        dQ = scale · dS K;  dK = scale · dSᵀ Q
+        dbias = Σ dX over bias's broadcast axes;  dsink_h = − Σ exp(sink_h − lse_i) · D_i
 
-    `out` and `lse` are trusted and nothing is asked of where they came from: with the global ones, and the `q_start` and
-    `k_start` of one shard of the keys, the result is that shard's exact dk and dv and its exact share of dq and dbias. `sink`
-    goes to exactly one shard.
+    `out` and `lse` are trusted and nothing is asked of where they came from: with the global ones, and the `q_start`
+    and `k_start` of one shard of the keys, the result is that shard's exact dk and dv and its exact share of dq and
+    dbias. `sink` goes to exactly one shard.
 
     Parameters
     ----------
@@ -139,8 +142,8 @@ def attn_bwd(
     dlse : array [B, Hq, Nq], float32 (float64 with float64)
         The gradient that flows into lse; none by default.
     dq, dk, dv, dbias, dsink : array
-        Where to write: the shapes of q, k, v, bias and sink, their dtypes or `grad_dtype` (dsink: sink's), unit last stride,
-        overlapping nothing. The slices of one packed buffer are fine.
+        Where to write: the shapes of q, k, v, bias and sink, their dtypes or `grad_dtype` (dsink: sink's), unit last
+        stride, overlapping nothing. The slices of one packed buffer are fine.
     accumulate : bool, default False
         Add into dq, dk and dv (and dbias, dsink), which must all be given and be float32 or float64.
 
@@ -173,19 +176,19 @@ def attn_bwd(
     """
     attention = Attention(
         layout=layout, scale=scale, causal=causal, window=window, softcap=softcap, dropout_p=dropout_p,
-        deterministic=deterministic, out_dtype=out_dtype, grad_dtype=grad_dtype, num_splits=num_splits, split_len=split_len,
-        allow_tf32=allow_tf32,
+        deterministic=deterministic, out_dtype=out_dtype, grad_dtype=grad_dtype, num_splits=num_splits,
+        split_len=split_len, allow_tf32=allow_tf32,
     )  # fmt: skip
     return attention.bwd(
         q, k, v, out, lse, dout, delta=delta, dlse=dlse, bias=bias, alibi_slopes=alibi_slopes, sink=sink,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        seqused_k=seqused_k, q_start=q_start, k_start=k_start, seed=seed, offset=offset, dq=dq, dk=dk, dv=dv, dbias=dbias,
-        dsink=dsink, accumulate=accumulate, workspace=workspace, check=check, plan=plan,
+        seqused_k=seqused_k, q_start=q_start, k_start=k_start, seed=seed, offset=offset, dq=dq, dk=dk, dv=dv,
+        dbias=dbias, dsink=dsink, accumulate=accumulate, workspace=workspace, check=check, plan=plan,
     )  # fmt: skip
 
 
 def attn_bwd_preprocess(out: Any, dout: Any, dlse: Any = None, *, layout: str = "bshd") -> Any:
-    """D, the part of the backward that does not depend on the keys: computed once for many calls of `attn_bwd(delta=...)`.
+    """D, the part of the backward that no key enters: computed once for many calls of `attn_bwd(delta=...)`.
 
         D_i = Σ_c dout_ic · out_ic − dlse_i
 

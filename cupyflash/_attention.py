@@ -20,7 +20,7 @@ class AttnOutput(NamedTuple):
 
 
 class AttnGrads(tuple):
-    """What a backward returns: a named tuple (dq, dk, dv[, dbias][, dsink]), with a field for each array that was given."""
+    """What a backward returns: a named tuple (dq, dk, dv[, dbias][, dsink]), a field for each array given."""
 
     __slots__ = ()
     dq: Any
@@ -60,13 +60,14 @@ class Attention:
         x = scale · (q_i · k_j), softcapped, minus ALiBi, plus bias, masked;   lse_i = log Σ_j exp(x_ij) [+ exp(sink)]
         P_ij = exp(x_ij − lse_i);   out_i = Σ_j P_ij · keep_ij/(1−p) · v_j
 
-    Frozen, hashable and picklable; `replace` makes a changed copy. Both directions take every option; one that concerns the
-    other direction only is checked and has no effect.
+    Frozen, hashable and picklable; `replace` makes a changed copy. Both directions take every option; one that concerns
+    the other direction only is checked and has no effect.
 
     Parameters
     ----------
     layout : "bshd" | "bhsd" | "thd", default "bshd"
-        Axes of q: [B, Nq, Hq, D], [B, Hq, Nq, D], or packed sequences [Tq, Hq, D] with cu_seqlens. lse is [B, Hq, Nq] or [Hq, Tq].
+        Axes of q: [B, Nq, Hq, D], [B, Hq, Nq, D], or packed sequences [Tq, Hq, D] with cu_seqlens.
+        lse is [B, Hq, Nq], or [Hq, Tq] when packed.
     scale : float, default 1/sqrt(D)
         Multiplies q·k before every other score change; any finite number. Dimensionless.
     causal : False | True | "bottom-right" | "top-left", default False
@@ -122,7 +123,7 @@ class Attention:
     allow_tf32: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in _check.options(self).items():
+        for name, value in _check.checked_options(self).items():
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
@@ -137,9 +138,9 @@ class Attention:
 
     def fwd(
         self, q: Any, k: Any, v: Any, *,
-        bias: Any = None, alibi_slopes: Any = None, sink: Any = None,
-        cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-        seqused_k: Any = None, block_table: Any = None, q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
+        bias: Any = None, alibi_slopes: Any = None, sink: Any = None, seqused_k: Any = None, block_table: Any = None,
+        cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None, q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
         out: Any = None, lse: Any = None, workspace: Any = None, check: bool = False, plan: Any = None,
     ) -> AttnOutput:  # fmt: skip
         """`attn_fwd` with these options; see there for the arguments."""
@@ -148,9 +149,9 @@ class Attention:
     def bwd(
         self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *,
         delta: Any = None, dlse: Any = None,
-        bias: Any = None, alibi_slopes: Any = None, sink: Any = None,
-        cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-        seqused_k: Any = None, q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
+        bias: Any = None, alibi_slopes: Any = None, sink: Any = None, seqused_k: Any = None,
+        cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None, q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
         dq: Any = None, dk: Any = None, dv: Any = None, dbias: Any = None, dsink: Any = None, accumulate: bool = False,
         workspace: Any = None, check: bool = False, plan: Any = None,
     ) -> Any:  # fmt: skip
@@ -159,48 +160,48 @@ class Attention:
 
     def plan(
         self, q: Any, k: Any, v: Any, backward: bool = False, *,
-        bias: Any = None, alibi_slopes: Any = None, sink: Any = None,
-        cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-        seqused_k: Any = None, block_table: Any = None, q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
+        bias: Any = None, alibi_slopes: Any = None, sink: Any = None, seqused_k: Any = None, block_table: Any = None,
+        cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None, q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
         out: Any = None, lse: Any = None, dout: Any = None, delta: Any = None, dlse: Any = None,
         dq: Any = None, dk: Any = None, dv: Any = None, dbias: Any = None, dsink: Any = None, accumulate: bool = False,
         workspace: Any = None, check: bool = False, plan: Any = None,
     ) -> Any:  # fmt: skip
         """Which kernel such a call would use, and why: printable, and accepted as `plan=` by the call itself.
 
-        Takes the arguments of `fwd`, or of `bwd` with `backward=True`; only q, k, v and what switches a feature on need be
-        given. Nothing is compiled or launched. Raises UnsupportedError when no kernel serves it.
+        Takes the arguments of `fwd`, or of `bwd` with `backward=True`; only q, k, v and what switches a feature on need
+        be given. Nothing is compiled or launched. Raises UnsupportedError when no kernel serves it.
         """
         checked, backend = _plannable("Attention.plan", self, _arguments(locals()), backward)
         return backend.plan(checked.spec, checked.call, backward=backward, override=plan)
 
     def workspace_size(
         self, q: Any, k: Any, v: Any, backward: bool = False, *,
-        bias: Any = None, alibi_slopes: Any = None, sink: Any = None,
-        cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-        seqused_k: Any = None, block_table: Any = None, q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
+        bias: Any = None, alibi_slopes: Any = None, sink: Any = None, seqused_k: Any = None, block_table: Any = None,
+        cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None, q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
         out: Any = None, lse: Any = None, dout: Any = None, delta: Any = None, dlse: Any = None,
         dq: Any = None, dk: Any = None, dv: Any = None, dbias: Any = None, dsink: Any = None, accumulate: bool = False,
         workspace: Any = None, check: bool = False, plan: Any = None,
     ) -> int:  # fmt: skip
-        """Bytes of `workspace` that such a call needs; takes what `plan` takes. Depends on shapes, dtypes and options only."""
+        """Bytes of `workspace` that such a call needs, by its shapes, dtypes and options; takes what `plan` takes."""
         checked, backend = _plannable("Attention.workspace_size", self, _arguments(locals()), backward)
         backend.plan(checked.spec, checked.call, backward=backward, override=plan)
         return backend.workspace_bytes(checked.spec, checked.call, backward=backward)
 
     def prepare(
         self, q: Any, k: Any, v: Any, backward: bool = False, *,
-        bias: Any = None, alibi_slopes: Any = None, sink: Any = None,
-        cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-        seqused_k: Any = None, block_table: Any = None, q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
+        bias: Any = None, alibi_slopes: Any = None, sink: Any = None, seqused_k: Any = None, block_table: Any = None,
+        cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None, q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
         out: Any = None, lse: Any = None, dout: Any = None, delta: Any = None, dlse: Any = None,
         dq: Any = None, dk: Any = None, dv: Any = None, dbias: Any = None, dsink: Any = None, accumulate: bool = False,
         workspace: Any = None, check: bool = False, plan: Any = None,
     ) -> PreparedCall:  # fmt: skip
         """A call packed once, outputs and workspace included, to be run again and again on the arrays it was given.
 
-        Takes the arguments of `fwd`, or of `bwd` with `backward=True`. Each run reads the arrays as they are by then, works on
-        the stream that is current by then, and writes the same outputs: not for two threads at once.
+        Takes the arguments of `fwd`, or of `bwd` with `backward=True`. Each run reads the arrays as they are by then,
+        works on the stream that is current by then, and writes the same outputs: not for two threads at once.
         """
         arguments = _of_direction("Attention.prepare", _arguments(locals()), backward)
         return PreparedCall("Attention.prepare", self, arguments, backward=backward, holds_workspace=True)
@@ -218,14 +219,14 @@ class PreparedCall:
         backward: bool,
         holds_workspace: bool = False,
     ) -> None:
-        checked = _check.call(function, attention, arguments, backward=backward, planning=False)
+        checked = _check.checked_call(function, attention, arguments, backward=backward, planning=False)
         spec, call, adopted = checked.spec, checked.call, checked.adopted
         self.checked = checked
         self.backend = _interop.backend(adopted)
         self.plan = self.backend.plan(spec, call, backward=backward, override=arguments["plan"])
         if call.workspace is not None or holds_workspace:
             needed = self.backend.workspace_bytes(spec, call, backward=backward)
-            _check.workspace(checked, needed)
+            _check.check_workspace(checked, needed)
             if call.workspace is None:
                 call.workspace = adopted.empty((needed,), "uint8")
         made = {name: adopted.empty(shape, dtype) for name, (shape, dtype) in checked.outputs.items()}
@@ -240,7 +241,7 @@ class PreparedCall:
         self.results = kind(*(adopted.give(views[name]) for name in names))
 
     def __call__(self) -> Any:
-        """Run once more: on the stream that is current now, offsets and lengths looked at again where they were before."""
+        """Run once more: on the stream that is current now, with values looked at again where they were before."""
         checked = self.checked
         checked.call.stream = checked.adopted.refresh_stream()
         _check.check_values(checked)
@@ -260,7 +261,7 @@ class PreparedCall:
 
 def preprocess(function: str, layout: str, out: Any, dout: Any, dlse: Any) -> Any:
     """delta = rowsum(dout · out) − dlse, made by the caller's library."""
-    call, adopted, shape, dtype = _check.preprocess(function, layout, out, dout, dlse)
+    call, adopted, shape, dtype = _check.checked_preprocess(function, layout, out, dout, dlse)
     delta = adopted.empty(shape, dtype)
     call.delta = _check.canonical(layout, "delta", delta, call.batch, False)
     _interop.backend(adopted).preprocess(call)
@@ -286,5 +287,5 @@ def _of_direction(function: str, arguments: dict[str, Any], backward: bool) -> d
 
 def _plannable(function: str, attention: Attention, arguments: dict[str, Any], backward: bool) -> tuple[Checked, Any]:
     arguments = _of_direction(function, arguments, backward)
-    checked = _check.call(function, attention, arguments, backward=backward, planning=True)
+    checked = _check.checked_call(function, attention, arguments, backward=backward, planning=True)
     return checked, _interop.backend(checked.adopted)

@@ -1,7 +1,7 @@
 """The only place where user input is judged: options, then arrays, then their values.
 
-`options` serves `Attention.__post_init__`; `call` and `preprocess` turn a call's arguments into a `Checked`, or raise before
-anything is allocated. What depends on shapes, dtypes and options alone is judged once per call signature (`_judge`).
+`checked_options` serves `Attention.__post_init__`; `checked_call` turns a call's arguments into a `Checked`, or raises
+before anything is allocated. What depends on shapes, dtypes and options alone is judged once per signature (`_judge`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from cupyflash import _interop
 from cupyflash._errors import refusal
 from cupyflash._interop import Adopted, has_unit_stride
+from cupyflash._overlap import are_apart, is_injective
 from cupyflash._spec import Call, Features, Mask, Spec, View
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ POSITION_LIMIT = 2**60
 UNBOUNDED = 2**62
 
 # The axes of every array, by layout, as the contract's table names them.
-_TOKENS = {
+AXES = {
     "bshd": ("B Nq Hq {}", "B Nk Hkv {}", "B Hq Nq"),
     "bhsd": ("B Hq Nq {}", "B Hkv Nk {}", "B Hq Nq"),
     "thd": ("Tq Hq {}", "Tk Hkv {}", "Hq Tq"),
@@ -42,7 +43,7 @@ _KEY_ROWS = {"k": "D", "v": "Dv", "dk": "D", "dv": "Dv"}
 _PER_ROW = ("lse", "delta", "dlse")
 
 # Caller's axes for each canonical axis; None is the packed form's leading axis of one.
-_AXES = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "thd": (None, 0, 1, 2)}
+_ORDER = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "thd": (None, 0, 1, 2)}
 
 _FORWARD_OUTPUTS = ("out", "lse")
 _BACKWARD_OUTPUTS = ("dq", "dk", "dv", "dbias", "dsink")
@@ -74,7 +75,7 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class Given:
     """An array as far as the pure checks look at it. Hashable: part of a call's signature."""
 
     name: str
@@ -97,7 +98,7 @@ class _Judged:
 # ------------------------------------------------------------------------------------------------------------- options
 
 
-def options(attention: Attention) -> dict[str, Any]:
+def checked_options(attention: Attention) -> dict[str, Any]:
     """The static options in normal form, or an error."""
     name = "Attention"
     softcap = _number(name, "softcap", attention.softcap, "None, 0 or a positive finite number") or None
@@ -111,24 +112,24 @@ def options(attention: Attention) -> dict[str, Any]:
     if num_splits and split_len is not None:
         given = f"is {split_len} while `num_splits` is {num_splits}"
         raise ValueError(refusal(name, "split_len", given, "only one of the two may be given"))
-    causal = _one_of(name, "causal", attention.causal, CAUSAL)
+    causal = one_of(name, "causal", attention.causal, CAUSAL)
     return {
-        "layout": _one_of(name, "layout", attention.layout, LAYOUTS),
+        "layout": one_of(name, "layout", attention.layout, LAYOUTS),
         "scale": _number(name, "scale", attention.scale, "None or a finite number"),
         "causal": True if causal == "bottom-right" else causal,
         "window": _window(name, attention.window),
         "softcap": softcap,
         "dropout_p": dropout_p,
         "deterministic": _boolean(name, "deterministic", attention.deterministic),
-        "out_dtype": _dtype(name, "out_dtype", attention.out_dtype),
-        "grad_dtype": _dtype(name, "grad_dtype", attention.grad_dtype),
+        "out_dtype": dtype_option(name, "out_dtype", attention.out_dtype),
+        "grad_dtype": dtype_option(name, "grad_dtype", attention.grad_dtype),
         "num_splits": num_splits,
         "split_len": split_len,
         "allow_tf32": _boolean(name, "allow_tf32", attention.allow_tf32),
     }
 
 
-def _one_of(function: str, name: str, value: Any, accepted: tuple[Any, ...]) -> Any:
+def one_of(function: str, name: str, value: Any, accepted: tuple[Any, ...]) -> Any:
     value = bool(value) if isinstance(value, np.bool_) else value
     for choice in accepted:
         if type(value) is type(choice) and value == choice:
@@ -176,7 +177,7 @@ def _window(function: str, value: Any) -> tuple[int | None, int | None] | None:
     return None if left is None and right is None else (left, right)
 
 
-def _dtype(function: str, name: str, value: Any) -> str | None:
+def dtype_option(function: str, name: str, value: Any) -> str | None:
     if value is None:
         return None
     dtype = _interop.dtype_name(value)
@@ -193,8 +194,10 @@ def _listed(choices: Iterable[str]) -> str:
 # --------------------------------------------------------------------------------------------------------------- calls
 
 
-def call(function: str, attention: Attention, arguments: dict[str, Any], *, backward: bool, planning: bool) -> Checked:
-    """Judge a forward or backward call from all its arguments by name. `planning` asks of q, k and v only that they exist."""
+def checked_call(
+    function: str, attention: Attention, arguments: dict[str, Any], *, backward: bool, planning: bool
+) -> Checked:
+    """Judge a forward or backward call from all its arguments by name; `planning` lets all but q, k, v be missing."""
     arrays, values = _split(function, arguments)
     required = ["q", "k", "v"]
     if backward and not planning:
@@ -217,12 +220,12 @@ def call(function: str, attention: Attention, arguments: dict[str, Any], *, back
         function,
         attention,
         backward,
-        tuple(_Given(name, v.shape, v.strides, v.dtype, v.ptr & 15) for name, v in adopted.views.items()),
+        tuple(Given(name, v.shape, v.strides, v.dtype, v.ptr & 15) for name, v in adopted.views.items()),
         values["accumulate"],
         values["max_seqlen_q"],
         values["max_seqlen_k"],
     )
-    _check_writing(adopted, (*outputs, "workspace"))
+    check_writing(adopted, (*outputs, "workspace"))
     checked = Checked(
         spec=judged.spec,
         call=_call(function, attention, judged, values),
@@ -242,7 +245,7 @@ def call(function: str, attention: Attention, arguments: dict[str, Any], *, back
     return checked
 
 
-def workspace(checked: Checked, needed: int) -> None:
+def check_workspace(checked: Checked, needed: int) -> None:
     """The caller's workspace must hold what the plan needs."""
     view = checked.call.workspace
     if view is not None and view.shape[0] < needed:
@@ -254,8 +257,8 @@ def canonical(layout: str, name: str, view: View, batch: int, is_paged: bool) ->
     """A View in the axis order of `_spec`: see the table in its docstring."""
     if name in _QUERY_ROWS or name in _KEY_ROWS:
         if is_paged and name in ("k", "v"):
-            return view if layout != "bhsd" else _interop.permute(view, _AXES["bhsd"])
-        return view if layout == "bshd" else _interop.permute(view, _AXES[layout])
+            return view if layout != "bhsd" else _interop.permute(view, _ORDER["bhsd"])
+        return view if layout == "bshd" else _interop.permute(view, _ORDER[layout])
     if name in _PER_ROW:
         return view if layout != "thd" else _interop.permute(view, (None, 0, 1))
     if name in ("bias", "dbias") and len(view.shape) < 4:
@@ -317,10 +320,10 @@ def _scale(attention: Attention, head_dim: int) -> float:
 # -------------------------------------------------------------------------------------------------- shapes and dtypes
 
 
-class _Arrays:
+class Arrays:
     """The arrays of a call by name, with what every message about them shares."""
 
-    def __init__(self, function: str, layout: str, given: tuple[_Given, ...]) -> None:
+    def __init__(self, function: str, layout: str, given: tuple[Given, ...]) -> None:
         self.function = function
         self.layout = layout
         self.by_name = {array.name: array for array in given}
@@ -330,7 +333,7 @@ class _Arrays:
     def __contains__(self, name: str) -> bool:
         return name in self.by_name
 
-    def __getitem__(self, name: str) -> _Given:
+    def __getitem__(self, name: str) -> Given:
         return self.by_name[name]
 
     def refuse(self, error: type[Exception], name: str, given: str, accepted: str) -> Exception:
@@ -369,13 +372,13 @@ def _judge(
     function: str,
     attention: Attention,
     backward: bool,
-    given: tuple[_Given, ...],
+    given: tuple[Given, ...],
     accumulate: bool,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
 ) -> _Judged:
     """Everything that shapes, dtypes and options decide."""
-    arrays = _Arrays(function, attention.layout, given)
+    arrays = Arrays(function, attention.layout, given)
     _check_company(arrays)
     _check_shapes(arrays)
     dtypes = _check_dtypes(arrays, attention, backward, accumulate)
@@ -383,7 +386,7 @@ def _judge(
     return _describe(arrays, attention, dtypes, outputs, backward, accumulate, max_seqlen_q, max_seqlen_k)
 
 
-def _check_company(arrays: _Arrays) -> None:
+def _check_company(arrays: Arrays) -> None:
     """Which arrays need or exclude which."""
     is_packed, is_paged = arrays.layout == "thd", "block_table" in arrays
     needs = [
@@ -408,9 +411,9 @@ def _check_company(arrays: _Arrays) -> None:
             raise ValueError(refusal(arrays.function, name, "is given", why))
 
 
-def _check_shapes(arrays: _Arrays) -> None:
+def _check_shapes(arrays: Arrays) -> None:
     layout, sizes = arrays.layout, arrays.sizes
-    query, key, row = _TOKENS[layout]
+    query, key, row = AXES[layout]
     if "block_table" in arrays:
         key = _POOLS[layout]
     for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
@@ -454,7 +457,7 @@ def _check_shapes(arrays: _Arrays) -> None:
         _check_bias(arrays)
 
 
-def _check_offsets(arrays: _Arrays) -> None:
+def _check_offsets(arrays: Arrays) -> None:
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         arrays.match(name, "B+1")
     if "cu_seqlens_q" in arrays:
@@ -463,7 +466,7 @@ def _check_offsets(arrays: _Arrays) -> None:
         arrays._origin["B"] = "cu_seqlens_q"
 
 
-def _check_bias(arrays: _Arrays) -> None:
+def _check_bias(arrays: Arrays) -> None:
     shape, full = arrays["bias"].shape, [arrays.sizes[size] for size in ("B", "Hq", "Nq")] + [_len_k(arrays)]
     if len(shape) > 4 or any(
         have not in (1, want) for have, want in zip(reversed(shape), reversed(full), strict=False)
@@ -475,7 +478,7 @@ def _check_bias(arrays: _Arrays) -> None:
         raise ValueError(refusal(arrays.function, "dbias", given, f"`bias`'s shape {list(shape)} is accepted"))
 
 
-def _len_k(arrays: _Arrays) -> int:
+def _len_k(arrays: Arrays) -> int:
     sizes = arrays.sizes
     if "block_table" in arrays:
         return sizes["max_pages"] * sizes["page_size"]
@@ -492,7 +495,7 @@ class _Dtypes:
     sink: str | None
 
 
-def _check_dtypes(arrays: _Arrays, attention: Attention, backward: bool, accumulate: bool) -> _Dtypes:
+def _check_dtypes(arrays: Arrays, attention: Attention, backward: bool, accumulate: bool) -> _Dtypes:
     arrays.check_dtype("q", FLOATS)
     dtype = arrays["q"].dtype
     for name in ("k", "v"):
@@ -531,9 +534,9 @@ def _check_dtypes(arrays: _Arrays, attention: Attention, backward: bool, accumul
     return _Dtypes(out, dout, rows, grad, bias, sink)
 
 
-def _check_outputs(arrays: _Arrays, dtypes: _Dtypes, backward: bool) -> dict[str, tuple[tuple[int, ...], str]]:
+def _check_outputs(arrays: Arrays, dtypes: _Dtypes, backward: bool) -> dict[str, tuple[tuple[int, ...], str]]:
     """Given outputs must be writable as they lie; returns shape and dtype of all."""
-    query, key, row = _TOKENS[arrays.layout]
+    query, _, row = AXES[arrays.layout]
     if backward:
         outputs = {
             name: (arrays[source].shape, dtypes.grad) for name, source in (("dq", "q"), ("dk", "k"), ("dv", "v"))
@@ -554,7 +557,7 @@ def _check_outputs(arrays: _Arrays, dtypes: _Dtypes, backward: bool) -> dict[str
 
 
 def _describe(
-    arrays: _Arrays,
+    arrays: Arrays,
     attention: Attention,
     dtypes: _Dtypes,
     outputs: dict[str, tuple[tuple[int, ...], str]],
@@ -602,8 +605,8 @@ def _describe(
     return _Judged(spec, sizes["B"], len_q, len_k, missing, copies)
 
 
-def _alignment(arrays: _Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) -> int:
-    """The largest power of two, at most 16, that divides every address and outer stride in bytes, copies and results included."""
+def _alignment(arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) -> int:
+    """The largest power of two, at most 16, that divides every address and outer stride in bytes, results included."""
     bits = 16
     for name in _ALIGNED:
         if name in arrays:
@@ -634,7 +637,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-def _check_writing(adopted: Adopted, outputs: Iterable[str]) -> None:
+def check_writing(adopted: Adopted, outputs: Iterable[str]) -> None:
     """Every given output can be written, and shares no byte with another array or with itself."""
     outputs = [name for name in outputs if name in adopted.views]
     for name in outputs:
@@ -643,67 +646,21 @@ def _check_writing(adopted: Adopted, outputs: Iterable[str]) -> None:
             raise ValueError(
                 refusal(adopted.function, name, given, "an array that can be written in place is accepted")
             )
-        if not _is_injective(adopted.views[name]):
+        if not is_injective(adopted.views[name]):
             given = f"has strides {list(adopted.views[name].strides)}, so that elements share memory"
             raise ValueError(refusal(adopted.function, name, given, "an array whose elements are apart is accepted"))
     for position, name in enumerate(outputs):
         for other, view in adopted.views.items():
-            if other not in outputs[: position + 1] and not _are_apart(adopted.views[name], view):
+            if other not in outputs[: position + 1] and not are_apart(adopted.views[name], view):
                 accepted = "outputs must share no memory with another array of the call"
                 raise ValueError(refusal(adopted.function, name, f"overlaps `{other}`", accepted))
-
-
-def _is_injective(view: View) -> bool:
-    """Whether each axis, from the smallest stride up, steps over all that the smaller ones reach (sufficient, not necessary)."""
-    reach = 0
-    for stride, extent in sorted((abs(s), n) for s, n in zip(view.strides, view.shape, strict=True) if n > 1):
-        if stride <= reach:
-            return False
-        reach += (extent - 1) * stride
-    return True
-
-
-def _are_apart(a: View, b: View) -> bool:
-    """Whether two views surely share no byte: disjoint ranges, or disjoint residues modulo one of their strides.
-
-    The second finds the slices of one packed buffer: in [B, N, 3, H, D] the gradients of q, k and v have the same outer
-    strides, and within one step of 3·H·D each keeps to its own third.
-    """
-    if 0 in a.shape or 0 in b.shape:
-        return True
-    steps_a, steps_b = _steps(a), _steps(b)
-    (low_a, length_a), (low_b, length_b) = _range(a, steps_a, 0), _range(b, steps_b, 0)
-    if low_a + length_a <= low_b or low_b + length_b <= low_a:
-        return True
-    for period in {abs(step) for step, _ in steps_a + steps_b if step}:
-        (low_a, length_a), (low_b, length_b) = _range(a, steps_a, period), _range(b, steps_b, period)
-        gap = (low_b - low_a) % period
-        if length_a <= gap and gap + length_b <= period:
-            return True
-    return False
-
-
-def _steps(view: View) -> list[tuple[int, int]]:
-    """(bytes per step, extent) of every axis that moves."""
-    itemsize = _interop.NUMPY_DTYPES[view.dtype].itemsize
-    return [(stride * itemsize, extent) for stride, extent in zip(view.strides, view.shape, strict=True) if extent > 1]
-
-
-def _range(view: View, steps: list[tuple[int, int]], period: int) -> tuple[int, int]:
-    """First address and length of the bytes reached, leaving out steps that are multiples of `period` (0: none)."""
-    low, length = view.ptr, _interop.NUMPY_DTYPES[view.dtype].itemsize
-    for step, extent in steps:
-        if not period or step % period:
-            low += min(0, step * (extent - 1))
-            length += abs(step) * (extent - 1)
-    return low, length
 
 
 # -------------------------------------------------------------------------------------------------------------- values
 
 
 def check_values(checked: Checked) -> None:
-    """Offsets, lengths, pages and seeds by their values, where reading them costs nothing or the caller asked for it."""
+    """Offsets, lengths, pages and seeds by value, where reading them costs nothing or the caller asked for it."""
     if not checked.validates:
         return
     function, adopted, call = checked.call.function, checked.adopted, checked.call
@@ -760,19 +717,19 @@ def _check_pages(function: str, table: np.ndarray, used: np.ndarray, *, pages: i
 # --------------------------------------------------------------------------------------------------------- preprocess
 
 
-def preprocess(
+def checked_preprocess(
     function: str, layout: str, out: Any, dout: Any, dlse: Any
 ) -> tuple[Call, Adopted, tuple[int, ...], str]:
     """The call for delta, with the shape and dtype of delta in the caller's layout."""
-    layout = _one_of(function, "layout", layout, LAYOUTS)
+    layout = one_of(function, "layout", layout, LAYOUTS)
     arguments = {"out": out, "dout": dout, "dlse": dlse}
     for name in ("out", "dout"):
         if arguments[name] is None:
             raise TypeError(refusal(function, name, "is None", _interop.ACCEPTED_ARRAYS))
     adopted = _interop.adopt(function, arguments)
     views = adopted.views
-    arrays = _Arrays(function, layout, tuple(_Given(name, v.shape, v.strides, v.dtype, 0) for name, v in views.items()))
-    query, _, row = _TOKENS[layout]
+    arrays = Arrays(function, layout, tuple(Given(name, v.shape, v.strides, v.dtype, 0) for name, v in views.items()))
+    query, _, row = AXES[layout]
     for name, axes in (("out", query.format("Dv")), ("dout", query.format("Dv")), ("dlse", row)):
         arrays.match(name, axes)
     arrays.require("out", "Dv", "a head_dim of at least 1 is accepted")

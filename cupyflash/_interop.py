@@ -1,10 +1,10 @@
 """Arrays of any library, seen as memory.
 
-`adopt` turns the caller's arrays into `View`s of the same memory and remembers whose they are; `Adopted` allocates in the
-caller's library and gives results back in its kind. A library is found by the type of the array, through `sys.modules`:
-nothing is imported for an array that is not there. NumPy, CuPy and torch are read by attributes; DLPack serves unknown
-producers only, whose results come back through their own `from_dlpack` when `__array_namespace__` offers one, and as NumPy
-or CuPy arrays otherwise.
+`adopt` turns the caller's arrays into `View`s of the same memory and remembers whose they are; `Adopted` allocates in
+the caller's library and gives results back in its kind. A library is found by the type of the array, through
+`sys.modules`: nothing is imported for an array that is not there. NumPy, CuPy and torch are read by attributes; DLPack
+serves unknown producers only, whose results come back through their own `from_dlpack` when `__array_namespace__` offers
+one, and as NumPy or CuPy arrays otherwise.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def backend(adopted: Adopted) -> Any:
 
 
 def dtype_name(value: Any) -> str | None:
-    """`"float32"` for its spellings as a string, a NumPy dtype or scalar type, or a torch dtype; None for anything else."""
+    """`"float32"` for its spellings as a string, a NumPy dtype or scalar type, or a torch dtype; None for the rest."""
     if isinstance(value, str):
         return value if value in NUMPY_DTYPES else None
     if type(value).__module__ == "torch":
@@ -261,8 +261,8 @@ class _Torch:
         if raw.requires_grad:
             if torch.is_grad_enabled():
                 raise _Unreadable(
-                    "requires grad while grad mode is on, and this function records no graph (pass its .detach(), or call "
-                    "under torch.no_grad() or inside an autograd.Function)"
+                    "requires grad while grad mode is on, and this function records no graph (pass its .detach(), or "
+                    "call under torch.no_grad() or inside an autograd.Function)"
                 )
             raw = raw.detach()
         why_not = ""
@@ -339,11 +339,13 @@ class _CuPy:
         return raw
 
 
+_DLPACK_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}  # kDLCPU, kDLCUDA, kDLCUDAHost, kDLCUDAManaged
+
+
 class _DLPack:
     """An unknown producer: its memory through NumPy or CuPy, its results through its own `from_dlpack`."""
 
     kind = "dlpack"
-    _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}  # DLPack's kDLCPU, kDLCUDA, kDLCUDAHost, kDLCUDAManaged
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -353,7 +355,7 @@ class _DLPack:
 
     def place(self, raw: Any) -> Place:
         device_type, ordinal = raw.__dlpack_device__()
-        device = self._DEVICES.get(int(device_type), f"DLPack device type {int(device_type)}")
+        device = _DLPACK_DEVICES.get(int(device_type), f"DLPack device type {int(device_type)}")
         return device, 0 if device == "cpu" else int(ordinal)
 
     def view(self, raw: Any) -> tuple[View, str]:
