@@ -1,0 +1,42 @@
+// After the backward: dq = scale dq_accum, from fragment order and FP32 to the caller's rows and type.
+//
+// One warp per 16 query rows of one head. Rows that no sequence covers become zero.
+#include "attn/sequence.cuh"
+#include "ptx/reduce.cuh"
+#include "tile/fragment.cuh"
+
+namespace cf {
+
+constexpr int kThreads = kWarps * kWarpSize;
+static_assert(attn::kRowPad % kQueryTile == 0, "workspaces are padded to whole tiles");
+static_assert(kQueryTile % 16 == 0 && kHeadDim % 16 == 0);
+
+}  // namespace cf
+
+extern "C" __global__ void __launch_bounds__(cf::kThreads) bwd_finish(const __grid_constant__ cf::BwdFinishParams params) {
+  using namespace cf;
+  const Problem& problem = params.problem;
+  const attn::Work work = attn::find_work<true, kQueryTile>(problem, blockIdx.x);
+  if (work.tile < 0) return;
+  const attn::Sequence seq = work.sequence;
+  const int64 padded_begin = static_cast<int64>(work.head) * attn::padded_rows(problem) +
+                             attn::padded_begin(problem, seq);
+  for (int row = threadIdx.x / kWarpSize * 16; row < kQueryTile; row += kWarps * 16) {
+    const int query = work.tile * kQueryTile + row;
+    const float* accum = params.dq_accum + (padded_begin + query) * kHeadDim;
+#pragma unroll
+    for (int col = 0; col < kHeadDim; col += 16) {
+      warp::Fragment<1, 2> dq;
+      dq.zero();
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        if (!seq.is_slack) ptx::load_fragment(dq.x[0][n], accum + (col / 8 + n) * 128, warp::lane());
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dq.x[0][n][i] *= params.scale;
+      }
+      warp::store_global<GradElement, kCopyBytes, kAccumulate>(
+          attn::rows<GradElement>(params.dq, seq, seq.q_begin, work.head, query) + col, params.dq.stride_n,
+          seq.len_q - query, problem.head_dim - col, dq);
+    }
+  }
+}

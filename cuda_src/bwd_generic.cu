@@ -1,0 +1,214 @@
+// The backward for every GPU since sm_80: one key tile of one KV head per block, dk and dv in registers.
+//
+//   for each query head of the group, for each query tile that sees the keys:
+//     s = q k^T        p = exp(x - lse)      dp = dout v^T      ds = p (dp - D) dx/ds
+//     dv += p^T dout   dk += ds^T q          dq += ds k   (FP32 reductions into dq_accum)
+//   at the end:  dv, scale dk              (bwd_finish brings scale dq home)
+//
+// Tiles     k, v [kKeyTile, .] for the whole block; q, dout [kQueryTile, .] in kStages cp.async stages; p, ds [kQueryTile, kKeyTile].
+// Warps     s, dp: kScoreWarps along the queries; dk, dv: kKeyWarps along the keys; dq: kQueryWarps along the queries; the rest of
+//           the kWarps along the other axis.
+// Order     dk and dv: fixed, head by head and tile by tile. dq: the order in which blocks arrive.
+// Barriers  a: the stage's q, dout and stats are there (and the other stage is free); b: p and ds are written; then a again.
+#include "attn/mask.cuh"
+#include "attn/scores.cuh"
+#include "ptx/reduce.cuh"
+#include "tile/load.cuh"
+#include "tile/matmul.cuh"
+
+namespace cf {
+
+constexpr int kThreads = kWarps * kWarpSize;
+static_assert(attn::kRowPad % kQueryTile == 0, "workspaces are padded to whole tiles");
+constexpr bool kOnTensorCores = kIsHalf<Element>;
+constexpr int kScoreM = kQueryTile / kScoreWarps / 16;
+constexpr int kScoreN = kKeyTile / (kWarps / kScoreWarps) / 8;
+constexpr int kKeyM = kKeyTile / kKeyWarps / 16;
+constexpr int kKeyN = kHeadDim / (kWarps / kKeyWarps) / 8;
+constexpr int kKeyNV = kHeadDimV / (kWarps / kKeyWarps) / 8;
+constexpr int kQueryM = kQueryTile / kQueryWarps / 16;
+constexpr int kQueryN = kHeadDim / (kWarps / kQueryWarps) / 8;
+static_assert(kScoreM * 16 * kScoreWarps == kQueryTile && kScoreN * 8 * (kWarps / kScoreWarps) == kKeyTile);
+static_assert(kKeyM * 16 * kKeyWarps == kKeyTile && kQueryM * 16 * kQueryWarps == kQueryTile);
+
+struct Stage {
+  tile::Shared<Element, kQueryTile, kHeadDim> q;
+  tile::Shared<Element, kQueryTile, kHeadDimV> dout;
+  alignas(128) float2 stats[kQueryTile];  // (lse log2(e), D)
+};
+struct Smem {
+  tile::Shared<Element, kKeyTile, kHeadDim> k;
+  tile::Shared<Element, kKeyTile, kHeadDimV> v;
+  tile::Shared<Element, kQueryTile, kKeyTile> p;
+  tile::Shared<Element, kQueryTile, kKeyTile> ds;
+  Stage stages[kStages];
+};
+static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
+
+using Change = attn::ScoreChange<kHasSoftcap, kHasAlibi, kIsScaleNegative, kOnTensorCores>;
+using warp::Major;
+
+}  // namespace cf
+
+extern "C" __global__ void __launch_bounds__(cf::kThreads, cf::kBlocksPerSm)
+bwd_generic(const __grid_constant__ cf::BwdParams params) {
+  using namespace cf;
+  extern __shared__ __align__(128) unsigned char smem_bytes[];
+  Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
+  const Problem& problem = params.problem;
+
+  const attn::Work work = attn::find_work<false, kKeyTile>(problem, blockIdx.x);
+  if (work.tile < 0) return;
+  const attn::Sequence seq = work.sequence;
+  const int key_begin = work.tile * kKeyTile;
+  const int key_end = min_of(key_begin + kKeyTile, seq.len_k);
+  const int group = problem.heads_q / problem.heads_kv;
+  const attn::Band<kIsMasked> band(problem, seq);
+  const attn::Range queries = band.queries_of(key_begin, key_end);
+  const int64 padded_rows = attn::padded_rows(problem);
+  const int64 padded_begin = attn::padded_begin(problem, seq);
+
+  const int warp = threadIdx.x / kWarpSize;
+  const int score_row = warp % kScoreWarps * kScoreM * 16, score_col = warp / kScoreWarps * kScoreN * 8;
+  const int kv_row = warp % kKeyWarps * kKeyM * 16;
+  const int dk_col = warp / kKeyWarps * kKeyN * 8, dv_col = warp / kKeyWarps * kKeyNV * 8;
+  const int dq_row = warp % kQueryWarps * kQueryM * 16, dq_col = warp / kQueryWarps * kQueryN * 8;
+
+  warp::Fragment<kKeyM, kKeyN> dk;
+  warp::Fragment<kKeyM, kKeyNV> dv;
+  dk.zero();
+  dv.zero();
+
+  const int first_query = queries.begin / kQueryTile * kQueryTile;
+  const int end_head = (work.head + 1) * group;
+
+  // Queries outside the keys' visible range are not even read: a NaN there can reach no key of this block.
+  const auto load_stage = [&](Stage& stage, int head, int query) {
+    cta::load_rows<kThreads, kCopyBytes>(stage.q, attn::rows<Element>(params.q, seq, seq.q_begin, head, query),
+                                         params.q.stride_n, queries.begin - query, queries.end - query, problem.head_dim);
+    cta::load_rows<kThreads, kCopyBytes>(stage.dout, attn::rows<Element>(params.dout, seq, seq.q_begin, head, query),
+                                         params.dout.stride_n, queries.begin - query, queries.end - query, problem.head_dim_v);
+    const float2* stats = params.stats + head * padded_rows + padded_begin + query;
+    for (int row = threadIdx.x; row < kQueryTile; row += kThreads)
+      ptx::cp_async<8>(ptx::shared_address(stage.stats + row), stats + row, 8);
+    ptx::cp_async_commit();
+  };
+
+  int head = work.head * group, query = first_query, stage_number = 0;
+  bool has_more = queries.begin < queries.end;
+  if (has_more) {
+    cta::load_rows<kThreads, kCopyBytes>(smem.k, attn::rows<Element>(params.k, seq, seq.k_begin, work.head, key_begin),
+                                         params.k.stride_n, 0, key_end - key_begin, problem.head_dim);
+    cta::load_rows<kThreads, kCopyBytes>(smem.v, attn::rows<Element>(params.v, seq, seq.k_begin, work.head, key_begin),
+                                         params.v.stride_n, 0, key_end - key_begin, problem.head_dim_v);
+    load_stage(smem.stages[0], head, query);
+  }
+  while (has_more) {
+    Stage& stage = smem.stages[stage_number];
+    stage_number = (stage_number + 1) % kStages;
+    const bool is_last_tile = query + kQueryTile >= queries.end;
+    const int next_head = head + is_last_tile, next_query = is_last_tile ? first_query : query + kQueryTile;
+    has_more = next_head < end_head;
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // a
+    if (kStages > 1 && has_more) load_stage(smem.stages[stage_number], next_head, next_query);
+
+    // An empty row's dout is not used: were it a NaN, 0 times it would reach dv.
+    bool has_empty = false;
+    for (int row = threadIdx.x; row < kQueryTile; row += kThreads) has_empty |= stage.stats[row].x == kInfinity;
+    if (__syncthreads_or(has_empty)) {
+      for (int i = threadIdx.x; i < kQueryTile * kHeadDimV; i += kThreads)
+        if (stage.stats[i / kHeadDimV].x == kInfinity) *stage.dout.at(i / kHeadDimV, i % kHeadDimV) = Element(0.0f);
+      __syncthreads();
+    }
+
+    warp::Fragment<kScoreM, kScoreN> s, dp;
+    s.zero();
+    dp.zero();
+    warp::matmul<Major::K, Major::K, kHeadDim>(s, stage.q, score_row, smem.k, score_col);
+
+    const Change change(params.scores, seq, head);
+    const bool is_full = band.is_full(query + score_row, kScoreM * 16, key_begin + score_col, kScoreN * 8);
+#pragma unroll
+    for (int m = 0; m < kScoreM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = score_row + 16 * m + warp::fragment_row(2 * half);
+        const float lse = stage.stats[row].x;
+        // Beyond 2^14 an FP32 LSE is coarser than 2^-10: a positive exponent is then rounding, and P is at most 1.
+        const float top = lse > 16384.0f || lse < -16384.0f ? 0.0f : kInfinity;
+#pragma unroll
+        for (int n = 0; n < kScoreN; ++n)
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) {
+            const int key = key_begin + score_col + 8 * n + warp::fragment_col(i);
+            float derivative;
+            const float x = change.apply(s.x[m][n][i], query + row, key, derivative);
+            const bool is_visible = is_full || band.is_visible(query + row, key);
+            const float p = is_visible ? ptx::exp2(ptx::min_nan(fmaf(x, params.scores.fold, -lse), top)) : 0.0f;
+            s.x[m][n][i] = p;
+            if constexpr (kHasSoftcap) dp.x[m][n][i] = derivative;
+          }
+      }
+    warp::store_shared(smem.p, score_row, score_col, s);
+    if constexpr (kHasSoftcap) {  // ds = p (dp - D) (1 - t^2): the last factor joins p once p itself is stored
+#pragma unroll
+      for (int m = 0; m < kScoreM; ++m)
+#pragma unroll
+        for (int n = 0; n < kScoreN; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) s.x[m][n][i] *= dp.x[m][n][i];
+      dp.zero();
+    }
+
+    warp::matmul<Major::K, Major::K, kHeadDimV>(dp, stage.dout, score_row, smem.v, score_col);
+#pragma unroll
+    for (int m = 0; m < kScoreM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float delta = stage.stats[score_row + 16 * m + warp::fragment_row(2 * half)].y;
+#pragma unroll
+        for (int n = 0; n < kScoreN; ++n)
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) {
+            const float p = s.x[m][n][i];
+            dp.x[m][n][i] = p == 0.0f ? 0.0f : p * (dp.x[m][n][i] - delta);  // selected: 0 where masked, whatever dp holds
+          }
+      }
+    warp::store_shared(smem.ds, score_row, score_col, dp);
+    __syncthreads();  // b
+
+    warp::matmul<Major::MN, Major::MN, kQueryTile>(dv, smem.p, kv_row, stage.dout, dv_col);
+    {
+      warp::Fragment<kQueryM, kQueryN> dq;
+      dq.zero();
+      warp::matmul<Major::K, Major::MN, kKeyTile>(dq, smem.ds, dq_row, smem.k, dq_col);
+      float* accum = params.dq_accum + (head * padded_rows + padded_begin + query + dq_row) * kHeadDim;
+#pragma unroll
+      for (int m = 0; m < kQueryM; ++m)
+#pragma unroll
+        for (int n = 0; n < kQueryN; ++n)
+          ptx::reduce_add_fragment(accum + (m * (kHeadDim / 8) + dq_col / 8 + n) * 128, warp::lane(), dq.x[m][n]);
+    }
+    warp::matmul<Major::MN, Major::MN, kQueryTile>(dk, smem.ds, kv_row, stage.q, dk_col);
+    if (kStages == 1 && has_more) {
+      __syncthreads();  // everyone is done with the only stage
+      load_stage(stage, next_head, next_query);
+    }
+    head = next_head;
+    query = next_query;
+  }
+
+  // Keys past the live ones still get their zeros.
+  const int rows = seq.all_k - key_begin - kv_row;
+#pragma unroll
+  for (int m = 0; m < kKeyM; ++m)
+#pragma unroll
+    for (int n = 0; n < kKeyN; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dk.x[m][n][i] *= params.scores.scale;
+  GradElement* dk_gmem = attn::rows<GradElement>(params.dk, seq, seq.k_begin, work.head, key_begin + kv_row) + dk_col;
+  GradElement* dv_gmem = attn::rows<GradElement>(params.dv, seq, seq.k_begin, work.head, key_begin + kv_row) + dv_col;
+  warp::store_global<GradElement, kCopyBytes, kAccumulate>(dk_gmem, params.dk.stride_n, rows, problem.head_dim - dk_col, dk);
+  warp::store_global<GradElement, kCopyBytes, kAccumulate>(dv_gmem, params.dv.stride_n, rows, problem.head_dim_v - dv_col, dv);
+}

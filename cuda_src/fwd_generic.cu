@@ -1,0 +1,162 @@
+// The forward for every GPU since sm_80: out = softmax(x) v and the natural-log LSE, one query tile of one head per block.
+//
+//   for each key tile:   s = q k^T   x = score(s)   m, p, l = online softmax(x)   out = out exp(m_old - m) + p v
+//   at the end:          out / l,    lse = m + log(l)
+//
+// Tiles     q [kQueryTile, kHeadDim], k [kKeyTile, kHeadDim], v [kKeyTile, kHeadDimV]; a warp owns kQueryTile / kWarps query rows
+//           for all keys, so no softmax statistic leaves the warp.
+// Shared    q for the whole block; k and v are the two stages of one cp.async pipeline: v(j) arrives while s(j) is multiplied,
+//           k(j - 1) while p(j) v(j) is. With float, p passes through shared memory, each warp its own rows.
+// Registers s and out fragments of a warp: kQueryTile / kWarps x (kKeyTile + kHeadDimV) / 32 floats a lane.
+// Order     key tiles from the last to the first, so that a causal block meets its diagonal first; sums are in a fixed order.
+#include "attn/mask.cuh"
+#include "attn/scores.cuh"
+#include "attn/softmax.cuh"
+#include "tile/load.cuh"
+#include "tile/matmul.cuh"
+
+namespace cf {
+
+constexpr int kThreads = kWarps * kWarpSize;
+constexpr int kWarpRows = kQueryTile / kWarps;
+constexpr int kM = kWarpRows / 16;
+constexpr bool kOnTensorCores = kIsHalf<Element>;
+static_assert(kQueryTile == kWarps * kM * 16, "a warp owns whole 16-row tiles");
+static_assert(kKeyTile % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0);
+
+template <bool>
+struct ProbabilityTile {};
+template <>
+struct ProbabilityTile<true> { tile::Shared<Element, kQueryTile, kKeyTile> p; };
+
+struct Smem : ProbabilityTile<!kOnTensorCores> {
+  tile::Shared<Element, kQueryTile, kHeadDim> q;
+  tile::Shared<Element, kKeyTile, kHeadDim> k;
+  tile::Shared<Element, kKeyTile, kHeadDimV> v;
+};
+static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
+
+using Change = attn::ScoreChange<kHasSoftcap, kHasAlibi, kIsScaleNegative, kOnTensorCores>;
+using SFragment = warp::Fragment<kM, kKeyTile / 8>;
+using OutFragment = warp::Fragment<kM, kHeadDimV / 8>;
+
+// out += p v: p is rounded in registers for the tensor cores, or passes through the warp's own rows of shared memory.
+template <class Memory>
+__device__ __forceinline__ void multiply_values(OutFragment& out, const SFragment& p, Memory& smem, int warp_row) {
+  if constexpr (kOnTensorCores) {
+    warp::matmul<warp::Major::MN, Element>(out, p, smem.v, 0);
+  } else {
+    warp::store_shared(smem.p, warp_row, 0, p);
+    __syncwarp();
+    warp::matmul<warp::Major::K, warp::Major::MN, kKeyTile>(out, smem.p, warp_row, smem.v, 0);
+    __syncwarp();  // p is rewritten by the next tile
+  }
+}
+
+}  // namespace cf
+
+extern "C" __global__ void __launch_bounds__(cf::kThreads, cf::kBlocksPerSm)
+fwd_generic(const __grid_constant__ cf::FwdParams params) {
+  using namespace cf;
+  extern __shared__ __align__(128) unsigned char smem_bytes[];
+  Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
+  const Problem& problem = params.problem;
+
+  // The longest rows of a causal problem first: the last tile of a head starts before the first.
+  const int block = kIsMasked ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const attn::Work work = attn::find_work<true, kQueryTile>(problem, block);
+  if (work.tile < 0) return;
+  const attn::Sequence seq = work.sequence;
+  const int head = work.head;
+  const int query_begin = work.tile * kQueryTile;
+  const int query_end = min_of(query_begin + kQueryTile, seq.len_q);
+  if (query_begin >= query_end) return;
+
+  const attn::Band<kIsMasked> band(problem, seq);
+  const attn::Range keys = band.keys_of(query_begin, query_end);
+  const Change change(params.scores, seq, head);
+  const int kv_head = head / (problem.heads_q / problem.heads_kv);
+  const Element* q_gmem = attn::rows<Element>(params.q, seq, seq.q_begin, head, query_begin);
+  const auto k_gmem = [&](int key) { return attn::rows<Element>(params.k, seq, seq.k_begin, kv_head, key); };
+  const auto v_gmem = [&](int key) { return attn::rows<Element>(params.v, seq, seq.k_begin, kv_head, key); };
+
+  // Keys outside the tile's visible range are not even read: a NaN there can reach no row of this block.
+  const auto load_k = [&](int tile) {
+    const int key = tile * kKeyTile;
+    cta::load_rows<kThreads, kCopyBytes>(smem.k, k_gmem(key), params.k.stride_n, keys.begin - key, keys.end - key,
+                                         problem.head_dim);
+    ptx::cp_async_commit();
+  };
+  const auto load_v = [&](int tile) {
+    const int key = tile * kKeyTile;
+    cta::load_rows<kThreads, kCopyBytes>(smem.v, v_gmem(key), params.v.stride_n, keys.begin - key, keys.end - key,
+                                         problem.head_dim_v);
+    ptx::cp_async_commit();
+  };
+
+  const int warp_row = threadIdx.x / kWarpSize * kWarpRows;
+  OutFragment out;
+  out.zero();
+  attn::Softmax<kM> softmax;
+
+  const int first_tile = keys.begin / kKeyTile;
+  const int end_tile = keys.begin < keys.end ? ceil_div(keys.end, kKeyTile) : first_tile;
+  if (first_tile < end_tile) {
+    cta::load_rows<kThreads, kCopyBytes>(smem.q, q_gmem, params.q.stride_n, 0, query_end - query_begin, problem.head_dim);
+    load_k(end_tile - 1);
+  }
+  for (int tile = end_tile - 1; tile >= first_tile; --tile) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // k(tile) is there for everyone, and everyone is done with v(tile + 1)
+    load_v(tile);
+
+    SFragment s;
+    s.zero();
+    warp::matmul<warp::Major::K, warp::Major::K, kHeadDim>(s, smem.q, warp_row, smem.k, 0);
+
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // v(tile) is there, and everyone is done with k(tile)
+    if (tile > first_tile) load_k(tile - 1);
+
+    const int query = query_begin + warp_row, key = tile * kKeyTile;
+    const bool is_full = band.is_full(query, kWarpRows, key, kKeyTile);
+    if (!Change::kIsRaw || kIsScaleNegative || !is_full) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int n = 0; n < kKeyTile / 8; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int row = query + 16 * m + warp::fragment_row(i), col = key + 8 * n + warp::fragment_col(i);
+            float derivative;
+            const float x = change.apply(s.x[m][n][i], row, col, derivative);
+            s.x[m][n][i] = is_full || band.is_visible(row, col) ? x : -kInfinity;
+          }
+    }
+    softmax.update(s, out, params.scores.fold);
+
+    multiply_values(out, s, smem, warp_row);
+  }
+
+  const int rows = query_end - query_begin - warp_row;
+  const bool has_sink = params.scores.sink && !seq.is_slack;
+  const float sink = has_sink ? params.scores.sink[head] : 0.0f;
+  float* lse = static_cast<float*>(params.lse.data) + seq.batch * params.lse.stride_b + head * params.lse.stride_h +
+               seq.q_begin + query_begin + warp_row;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float factor;
+      const float row_lse = softmax.finish(m, half, params.scores.fold, has_sink, sink, factor);
+      const int row = 16 * m + warp::fragment_row(2 * half);
+      if (row < rows && warp::lane() % 4 == 0) lse[row] = row_lse;
+      const bool is_empty = factor == 0.0f;  // selected, not multiplied: zero even where v holds a NaN
+#pragma unroll
+      for (int n = 0; n < kHeadDimV / 8; ++n)
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) out.x[m][n][i] = is_empty ? 0.0f : out.x[m][n][i] * factor;
+    }
+  OutElement* out_gmem = attn::rows<OutElement>(params.out, seq, seq.q_begin, head, query_begin + warp_row);
+  warp::store_global<OutElement, kCopyBytes, false>(out_gmem, params.out.stride_n, rows, problem.head_dim_v, out);
+}

@@ -1,0 +1,54 @@
+// Visibility as one band: key j is visible to query i iff i + low <= j <= i + high (contract, Forward step 5).
+// A kernel asks for a tile's key range or query range, whether a tile is full, and one element's visibility.
+#pragma once
+#include "attn/sequence.cuh"
+
+namespace cf::attn {
+
+struct Range {
+  int begin;
+  int end;
+};
+
+template <bool kIsMasked>
+struct Band {
+  int low;
+  int high;
+  int len_q;
+  int len_k;
+
+  __device__ __forceinline__ Band(const Problem& p, const Sequence& s) : low(0), high(0), len_q(s.len_q), len_k(s.len_k) {
+    if constexpr (kIsMasked) {
+      low = static_cast<int>(clamp(s.shift - p.window_left, -kFar, kFar));
+      high = static_cast<int>(clamp(s.shift + p.window_right, -kFar, kFar));
+    }
+  }
+
+  // Keys that some query of [begin, end) sees.
+  __device__ __forceinline__ Range keys_of(int begin, int end) const {
+    if (begin >= end) return {0, 0};
+    if constexpr (!kIsMasked) return {0, len_k};
+    return {max_of(0, begin + low), min_of(len_k, end + high)};
+  }
+
+  // Queries that see some key of [begin, end).
+  __device__ __forceinline__ Range queries_of(int begin, int end) const {
+    if (begin >= end) return {0, 0};
+    if constexpr (!kIsMasked) return {0, len_q};
+    return {max_of(0, begin - high), min_of(len_q, end - low)};
+  }
+
+  // Is everything visible in queries [q, q + queries) x keys [k, k + keys), and inside the sequence's keys?
+  __device__ __forceinline__ bool is_full(int q, int queries, int k, int keys) const {
+    if (k + keys > len_k) return false;
+    if constexpr (!kIsMasked) return true;
+    return k >= q + queries - 1 + low && k + keys - 1 <= q + high;
+  }
+
+  __device__ __forceinline__ bool is_visible(int q, int k) const {
+    if constexpr (!kIsMasked) return k < len_k;
+    return k < len_k && k >= q + low && k <= q + high;
+  }
+};
+
+}  // namespace cf::attn

@@ -1,0 +1,136 @@
+// The run-time arguments, one struct per job; cupyflash/_cuda/params.py mirrors them field by field.
+// Strides are in elements; the last axis always has stride 1. B, N, H: batch, sequence and head axis.
+#pragma once
+#include "types.cuh"
+
+namespace cf {
+
+struct Tensor {  // [B, N, H, D], or [B, H, N] with stride_n = 1
+  void* data;
+  int64 stride_b;
+  int64 stride_n;
+  int64 stride_h;
+};
+
+// Lengths and positions: everything that says where a row is and what it may see. Null pointers: not given.
+struct Problem {
+  const void* cu_seqlens_q;     // [B + 1] int32 or int64; packed when not null
+  const void* cu_seqlens_k;     // [B + 1], likewise
+  const int* seqused_k;         // [B]
+  const int* q_start;           // [B]; null: q_start_value
+  const int* k_start;           // [B]; null: k_start_value
+  int64 q_start_value;
+  int64 k_start_value;
+  int64 window_left;            // visible iff p - left <= r <= p + right; a large number when unbounded
+  int64 window_right;
+  int batch;                    // sequences
+  int len_q;                    // rows; all of them when packed
+  int len_k;
+  int heads_q;
+  int heads_kv;
+  int head_dim;                 // real, at most kHeadDim
+  int head_dim_v;
+  int tiles_q;                  // query tiles of a head, over all sequences when packed (an upper bound)
+  int tiles_k;
+  int is_cu_seqlens_64;
+  int is_q_start_given;         // 0: q_start = live keys - queries of each sequence
+  int padding;
+};
+
+// What turns q.k into a score, and what stands beside it.
+struct Scores {
+  const float* alibi_slopes;    // [B, Hq]
+  const float* sink;            // [Hq]
+  const void* bias;             // [B, Hq, Nq, Nk]
+  const void* seed;             // one 64-bit word on the device; null: seed_value
+  const void* offset;
+  int64 alibi_stride_b;
+  int64 alibi_stride_h;
+  int64 bias_stride_b;
+  int64 bias_stride_h;
+  int64 bias_stride_q;
+  int64 bias_stride_k;
+  uint64 seed_value;
+  uint64 offset_value;
+  float scale;
+  float fold;                   // multiplies scores into base-2 exponents: log2(e), or |scale| log2(e) of raw scores
+  float softcap;                // c; 0: none
+  float softcap_scale;          // scale / c
+  uint32 keep_threshold;        // keep iff the Philox word is not below it
+  float keep_scale;             // 1 / (1 - p)
+};
+
+struct FwdParams {
+  Problem problem;
+  Scores scores;
+  Tensor q;                     // [B, Nq, Hq, D]
+  Tensor k;                     // [B, Nk, Hkv, D]
+  Tensor v;                     // [B, Nk, Hkv, Dv]
+  Tensor out;                   // [B, Nq, Hq, Dv]
+  Tensor lse;                   // [B, Hq, Nq] float
+};
+
+struct BwdPreprocessParams {
+  Problem problem;
+  Tensor out;                   // [B, Nq, Hq, Dv]; null data: delta is given
+  Tensor dout;                  // [B, Nq, Hq, Dv]
+  Tensor lse;                   // [B, Hq, Nq]; null data: delta only
+  Tensor dlse;                  // [B, Hq, Nq]; null data: zero
+  Tensor delta_in;              // [B, Hq, Nq]; null data: computed
+  Tensor delta_out;             // [B, Hq, Nq]; null data: not wanted
+  float2* stats;                // [Hq, padded rows] (lse log2(e), delta); null: not wanted
+  float* dq_accum;              // [Hq, padded rows, kHeadDim], zeroed here; null: not wanted
+  void* dout_rounded;           // [B, Nq, Hq, Dv] contiguous in q's type; null: dout has it already
+  const float* sink;            // [Hq]
+  float* dsink;                 // [Hq], added to
+};
+
+struct BwdParams {
+  Problem problem;
+  Scores scores;
+  Tensor q;
+  Tensor k;
+  Tensor v;
+  Tensor dout;
+  Tensor dk;                    // [B, Nk, Hkv, D]
+  Tensor dv;                    // [B, Nk, Hkv, Dv]
+  const float2* stats;          // as above
+  float* dq_accum;              // in fragment order, see bwd_finish
+};
+
+struct BwdFinishParams {
+  Problem problem;
+  Tensor dq;                    // [B, Nq, Hq, D]
+  const float* dq_accum;
+  float scale;
+  int padding;
+};
+
+constexpr int kMergeStates = 24;  // of one launch
+
+struct MergeState {
+  const void* out;              // [B, N, H, Dv]
+  const void* lse;              // [B, H, N]
+  int64 out_stride_b;
+  int64 out_stride_n;
+  int64 out_stride_h;
+  int64 lse_stride_b;
+  int64 lse_stride_n;
+  int64 lse_stride_h;
+  int out_type;                 // 0 float16, 1 bfloat16, 2 float32
+  int padding;
+};
+
+struct MergeParams {
+  MergeState states[kMergeStates];
+  Tensor out;
+  Tensor lse;
+  int num_states;
+  int batch;
+  int len;
+  int heads;
+  int head_dim;
+  int padding;
+};
+
+}  // namespace cf

@@ -1,0 +1,103 @@
+// A warp's accumulator: kM x kN tiles of 16x8 floats in the layout of mma.sync, which the FMA path shares.
+// Element i of a tile stands at row g + 8 (i / 2), column 2t + i % 2 (g = lane / 4, t = lane % 4).
+#pragma once
+#include "types.cuh"
+
+namespace cf::warp {
+
+template <int kM_, int kN_>
+struct Fragment {
+  static constexpr int kM = kM_, kN = kN_;
+  float x[kM][kN][4];
+  __device__ __forceinline__ void zero() {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[m][n][i] = 0.0f;
+  }
+};
+
+__device__ __forceinline__ int lane() { return threadIdx.x % kWarpSize; }
+__device__ __forceinline__ int fragment_row(int i) { return lane() / 4 + 8 * (i / 2); }
+__device__ __forceinline__ int fragment_col(int i) { return lane() % 4 * 2 + i % 2; }
+
+// Over the four lanes that share a row.
+__device__ __forceinline__ float row_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+}
+__device__ __forceinline__ float row_sum(float x) {
+  x += __shfl_xor_sync(kFullWarp, x, 1);
+  return x + __shfl_xor_sync(kFullWarp, x, 2);
+}
+
+// Rounds a fragment into a shared tile, its first element at (row, col).
+template <class Tile, int kM, int kN>
+__device__ __forceinline__ void store_shared(Tile& tile, int row, int col, const Fragment<kM, kN>& f) {
+  using T = typename Tile::Type;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        T* dst = tile.at(row + 16 * m + fragment_row(2 * half), col + 8 * n + fragment_col(0));
+        const float lo = f.x[m][n][2 * half], hi = f.x[m][n][2 * half + 1];
+        if constexpr (kIsHalf<T>) *reinterpret_cast<uint32*>(dst) = pack<T>(lo, hi);
+        else *reinterpret_cast<float2*>(dst) = make_float2(lo, hi);
+      }
+}
+
+// Writes a fragment to global rows, its first element at gmem[0]; only rows below `rows` and columns below `cols`.
+// Lane pairs exchange halves of two neighbouring tiles first, so that each lane owns four consecutive columns and a
+// quad writes whole 32-byte sectors of 16-bit data. kBytes: the alignment of every row. With kAdd the values are added.
+template <class T, int kBytes, bool kAdd, int kM, int kN>
+__device__ __forceinline__ void store_global(T* gmem, int64 row_stride, int rows, int cols, const Fragment<kM, kN>& f) {
+  const bool odd = lane() & 1;
+  constexpr bool kVector = !kAdd && kBytes >= 4 * static_cast<int>(sizeof(T)) && kN % 2 == 0;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = 16 * m + fragment_row(2 * half);
+      T* const dst = gmem + row * row_stride;
+      if constexpr (kVector) {
+#pragma unroll
+        for (int n = 0; n < kN; n += 2) {
+          const float* even_tile = f.x[m][n] + 2 * half;
+          const float* odd_tile = f.x[m][n + 1] + 2 * half;
+          const float give0 = odd ? even_tile[0] : odd_tile[0], give1 = odd ? even_tile[1] : odd_tile[1];
+          const float got0 = __shfl_xor_sync(kFullWarp, give0, 1), got1 = __shfl_xor_sync(kFullWarp, give1, 1);
+          float v[4];
+          v[0] = odd ? got0 : even_tile[0];
+          v[1] = odd ? got1 : even_tile[1];
+          v[2] = odd ? odd_tile[0] : got0;
+          v[3] = odd ? odd_tile[1] : got1;
+          const int col = 8 * (n + odd) + lane() % 4 / 2 * 4;
+          if (row >= rows) continue;
+          if (col + 4 <= cols) {
+            if constexpr (kIsHalf<T>) *reinterpret_cast<uint2*>(dst + col) = make_uint2(pack<T>(v[0], v[1]), pack<T>(v[2], v[3]));
+            else *reinterpret_cast<float4*>(dst + col) = make_float4(v[0], v[1], v[2], v[3]);
+          } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              if (col + i < cols) dst[col + i] = from_float<T>(v[i]);
+          }
+        }
+      } else if (row < rows) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int col = 8 * n + fragment_col(i);
+            if (col >= cols) continue;
+            const float value = f.x[m][n][2 * half + i];
+            dst[col] = from_float<T>(kAdd ? value + to_float(dst[col]) : value);
+          }
+      }
+    }
+}
+
+}  // namespace cf::warp

@@ -1,0 +1,37 @@
+// Global rows into a shared tile. Rows outside [begin, end) and columns from `cols` on become zeros and are never read.
+#pragma once
+#include "ptx/cp_async.cuh"
+#include "tile/shared.cuh"
+
+namespace cf::cta {
+
+// kCopyBytes: what every row's address is a multiple of, 16 at best. Below 4 bytes there is no asynchronous copy.
+template <int kThreads, int kCopyBytes, class Tile>
+__device__ __forceinline__ void load_rows(Tile& tile, const typename Tile::Type* gmem, int64 row_stride, int begin, int end,
+                                          int cols) {
+  using T = typename Tile::Type;
+  constexpr int kRowStep = min_of(kThreads / Tile::kChunks, Tile::kRows);  // a thread keeps its column; a few may idle
+  const int first_row = threadIdx.x / Tile::kChunks, col = threadIdx.x % Tile::kChunks * Tile::kChunk;
+  if (first_row >= kRowStep) return;
+  const int in_row = clamp(cols - col, 0, Tile::kChunk);  // elements
+  const T* src = gmem + first_row * row_stride + col;
+#pragma unroll
+  for (int step = 0; step < ceil_div(Tile::kRows, kRowStep); ++step, src += kRowStep * row_stride) {
+    const int row = first_row + step * kRowStep;
+    if (Tile::kRows % kRowStep != 0 && row >= Tile::kRows) break;
+    const int valid = row >= begin && row < end ? in_row : 0;
+    T* dst = tile.at(row, col);
+    if constexpr (kCopyBytes >= 4) {
+      constexpr int kPart = kCopyBytes / sizeof(T);
+#pragma unroll
+      for (int part = 0; part < Tile::kChunk; part += kPart)
+        ptx::cp_async<kCopyBytes>(ptx::shared_address(dst + part), valid > part ? src + part : gmem,
+                                  clamp(valid - part, 0, kPart) * static_cast<int>(sizeof(T)));
+    } else {
+#pragma unroll
+      for (int i = 0; i < Tile::kChunk; ++i) dst[i] = i < valid ? src[i] : T(0.0f);
+    }
+  }
+}
+
+}  // namespace cf::cta

@@ -1,0 +1,141 @@
+// acc += A B for one warp, operands in shared tiles: tensor cores for 16-bit types, FMA in the same fragment layout for float.
+#pragma once
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "tile/fragment.cuh"
+#include "tile/shared.cuh"
+
+namespace cf::warp {
+
+// Which axis of an operand runs along a row of its shared tile: the contraction (K) or the result's own (MN).
+enum class Major { K, MN };
+
+// A lane's row of the 16x16 blocks that ldmatrix reads. Moving by whole blocks keeps the row's phase, so every address is this one
+// plus a constant, with one XOR for the chunk: nothing else need stay in registers.
+template <class Tile>
+struct Cursor {
+  uint32 address;  // of the lane's row
+  int phase;       // what the lane's chunk and its row's swizzle do to an even chunk number
+
+  __device__ __forceinline__ Cursor(const Tile& tile, int row, int chunk)
+      : address(ptx::shared_address(tile.data + row * Tile::kCols)), phase(Tile::phase(row) ^ chunk) {}
+  __device__ __forceinline__ uint32 at(int rows, int col) const {
+    return address + rows * Tile::kCols * static_cast<int>(sizeof(typename Tile::Type)) + (col / Tile::kChunk ^ phase) * 16;
+  }
+};
+
+// The operand blocks along (own axis, contraction), the first at index `mn0` of the own axis.
+template <Major kMajor, bool kIsA, class Tile>
+struct Operand {
+  Cursor<Tile> cursor;
+  int mn0;
+
+  // ldmatrix orders its four 8x8 matrices by lane / 8: A wants (m, k), (m + 8, k), (m, k + 8), (m + 8, k + 8); B the middle two swapped.
+  static constexpr bool kRowsFirst = (kMajor == Major::K) == kIsA;
+  __device__ __forceinline__ Operand(const Tile& tile, int mn0)
+      : cursor(tile, (kMajor == Major::K ? mn0 : 0) + lane() % 8 + (kRowsFirst ? lane() / 8 % 2 : lane() / 16) * 8,
+               kRowsFirst ? lane() / 16 : lane() / 8 % 2),
+        mn0(mn0) {}
+  __device__ __forceinline__ void load(uint32 (&x)[4], int mn, int k) const {
+    ptx::ldmatrix<kMajor == Major::MN>(x, kMajor == Major::K ? cursor.at(mn, k) : cursor.at(k, mn0 + mn));
+  }
+};
+
+// Four values along the contraction from k on, at index `mn` of the other axis.
+template <Major kMajor, class Tile>
+__device__ __forceinline__ void load_4(float (&x)[4], const Tile& tile, int mn, int k) {
+  if constexpr (kMajor == Major::K) {
+    const float4 v = *reinterpret_cast<const float4*>(tile.at(mn, k));
+    x[0] = v.x; x[1] = v.y; x[2] = v.z; x[3] = v.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = *tile.at(k + i, mn);
+  }
+}
+
+// A's rows from m on, B's columns from n on, the contraction over [0, kK).
+template <Major kMajorA, Major kMajorB, int kK, int kM, int kN, class TileA, class TileB>
+__device__ __forceinline__ void matmul(Fragment<kM, kN>& acc, const TileA& a_smem, int m0, const TileB& b_smem, int n0) {
+  using T = typename TileA::Type;
+  if constexpr (kIsHalf<T>) {
+    static_assert(kK % 16 == 0 && kN % 2 == 0);
+    const Operand<kMajorA, true, TileA> a_blocks(a_smem, m0);
+    const Operand<kMajorB, false, TileB> b_blocks(b_smem, n0);
+#pragma unroll
+    for (int k = 0; k < kK; k += 16) {
+      uint32 a[kM][4];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) a_blocks.load(a[m], 16 * m, k);
+#pragma unroll
+      for (int n = 0; n < kN; n += 2) {
+        uint32 b[4];
+        b_blocks.load(b, 8 * n, k);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          ptx::mma_m16n8k16<T>(acc.x[m][n], a[m], b[0], b[1]);
+          ptx::mma_m16n8k16<T>(acc.x[m][n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int k = 0; k < kK; k += 4) {
+      float a[kM][2][4];
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) load_4<kMajorA>(a[m][half], a_smem, m0 + 16 * m + fragment_row(2 * half), k);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        float b[2][4];
+        const int col = n0 + 8 * n + fragment_col(0);
+        if constexpr (kMajorB == Major::K) {
+          load_4<Major::K>(b[0], b_smem, col, k);
+          load_4<Major::K>(b[1], b_smem, col + 1, k);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float2 v = *reinterpret_cast<const float2*>(b_smem.at(k + i, col));
+            b[0][i] = v.x; b[1][i] = v.y;
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) acc.x[m][n][e] = fmaf(a[m][e / 2][i], b[e % 2][i], acc.x[m][n][e]);
+      }
+    }
+  }
+}
+
+// The same with A in registers: an accumulator fragment rounded to T. Two 16x8 tiles side by side are one 16x16 A fragment.
+template <Major kMajorB, class T, int kM, int kKTiles, int kN, class TileB>
+__device__ __forceinline__ void matmul(Fragment<kM, kN>& acc, const Fragment<kM, kKTiles>& a, const TileB& b_smem, int n0) {
+  static_assert(kIsHalf<T> && kKTiles % 2 == 0 && kN % 2 == 0);
+  const Operand<kMajorB, false, TileB> b_blocks(b_smem, n0);
+#pragma unroll
+  for (int k = 0; k < kKTiles; k += 2) {
+    uint32 a_frag[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = a.x[m][k + i / 2] + i % 2 * 2;
+        a_frag[m][i] = pack<T>(pair[0], pair[1]);
+      }
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      uint32 b[4];
+      b_blocks.load(b, 8 * n, 8 * k);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        ptx::mma_m16n8k16<T>(acc.x[m][n], a_frag[m], b[0], b[1]);
+        ptx::mma_m16n8k16<T>(acc.x[m][n + 1], a_frag[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+}  // namespace cf::warp

@@ -1,0 +1,33 @@
+// A row-major tile in shared memory whose 16-byte chunks are permuted so that eight consecutive rows of one chunk column
+// fall into eight different bank groups: ldmatrix, fragment stores and cp.async are then free of conflicts.
+#pragma once
+#include "types.cuh"
+
+namespace cf::tile {
+
+template <class T, int kRows_, int kCols_>
+struct Shared {
+  using Type = T;
+  static constexpr int kRows = kRows_;
+  static constexpr int kCols = kCols_;
+  static constexpr int kChunk = 16 / sizeof(T);  // elements
+  static constexpr int kChunks = kCols / kChunk;  // of a row
+  static_assert(kCols % kChunk == 0);
+
+  alignas(128) T data[kRows * kCols];
+
+  // A row of 128-byte multiples shifts by row % 8; one of an odd multiple of 64 bytes already alternates between two halves
+  // of the banks, so a shift by (row / 2) % 4 suffices; of 32 bytes, (row / 4) % 2.
+  __device__ __forceinline__ static int phase(int row) {
+    if constexpr (kChunks % 8 == 0) return row & 7;
+    else if constexpr (kChunks % 4 == 0) return (row >> 1) & 3;
+    else if constexpr (kChunks % 2 == 0) return (row >> 2) & 1;
+    else return 0;
+  }
+  __device__ __forceinline__ T* at(int row, int col) {
+    return data + row * kCols + (col / kChunk ^ phase(row)) * kChunk + col % kChunk;
+  }
+  __device__ __forceinline__ const T* at(int row, int col) const { return const_cast<Shared*>(this)->at(row, col); }
+};
+
+}  // namespace cf::tile

@@ -1,0 +1,175 @@
+"""The CUDA backend's face: plan, workspace, forward, backward, preprocess, merge. Spec → Plan → binary → launch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .._errors import UnsupportedError
+from .._spec import Call, Spec, View
+from . import device as _device
+from . import plan as _plan
+from .arguments import NO_TENSOR, TYPE_CODES, per_row, pointer, problem, rows, scores, tiles_of
+from .constants import ITEM_BYTES, BwdPreprocess, MergeStates
+from .launch import run
+from .params import MERGE_STATES
+from .plan import BackwardPlan, Plan
+
+if TYPE_CHECKING:
+    from .._merge import MergeCall
+
+_ROW_PAD = 128  # kRowPad of attn/sequence.cuh: rows of per-row workspaces, a sequence
+_ALIGN = 256  # bytes, of each part of a workspace
+
+
+def plan(spec: Spec, call: Call, *, backward: bool, override: object | None = None) -> Plan | BackwardPlan:
+    """Which kernels serve the call, and why. Raises UnsupportedError; an override is validated, never adjusted."""
+    _plan.refuse_sizes(call)
+    choose = _plan.backward if backward else _plan.forward
+    chosen = choose(spec, _device.of(call.device))
+    return chosen if override is None else _plan.validate(override, chosen)
+
+
+def forward(spec: Spec, call: Call, plan: Plan) -> None:
+    """Write out and lse."""
+    c: Any = plan.constants
+    values = (
+        *problem(spec, call, c.query_tile, c.key_tile),
+        *scores(spec, call),
+        *rows(call.q),
+        *rows(call.k),
+        *rows(call.v),
+        *rows(call.out),
+        *per_row(call.lse),
+    )
+    run(plan, _blocks(call, call.len_q, c.query_tile, spec.heads_q), values, call.device, call.stream)
+
+
+def workspace_bytes(spec: Spec, call: Call, *, backward: bool) -> int:
+    """Bytes that a call takes beyond its results: (lse, delta) pairs and the FP32 dq of a backward, and dout where it is rounded."""
+    return sum(_aligned(size) for size in _workspace_parts(spec, call)) if backward else 0
+
+
+def backward(spec: Spec, call: Call, plan: BackwardPlan) -> None:
+    """Write dq, dk and dv (dsink too with a sink), or add to them."""
+    main: Any = plan.main.constants
+    sizes = _workspace_parts(spec, call)
+    assert call.empty is not None and call.q is not None and call.dout is not None and call.lse is not None
+    workspace = call.workspace or call.empty((sum(_aligned(size) for size in sizes),), "uint8")
+    stats = workspace.ptr
+    dq_accum = stats + _aligned(sizes[0])
+    rounded = dq_accum + _aligned(sizes[1]) if sizes[2] else 0
+    if call.dsink is not None and not spec.accumulate:
+        _zero(call.dsink, call.device, call.stream)
+
+    where = problem(spec, call, main.query_tile, main.key_tile)
+    query_blocks = _blocks(call, call.len_q, main.query_tile, spec.heads_q)
+    _run_preprocess(plan.preprocess, call, where, query_blocks, None, stats, dq_accum, rounded)
+    dout = rows(call.dout)
+    if rounded:
+        dim, heads = spec.head_dim_v, spec.heads_q
+        dout = (rounded, call.len_q * heads * dim, heads * dim, dim)
+    values = (
+        *where,
+        *scores(spec, call),
+        *rows(call.q),
+        *rows(call.k),
+        *rows(call.v),
+        *dout,
+        *rows(call.dk),
+        *rows(call.dv),
+        stats,
+        dq_accum,
+    )
+    run(plan.main, _blocks(call, call.len_k, main.key_tile, spec.heads_kv), values, call.device, call.stream)
+    run(plan.finish, query_blocks, (*where, *rows(call.dq), dq_accum, call.scale, 0), call.device, call.stream)
+
+
+def preprocess(call: Call) -> None:
+    """Write delta = rowsum(dout * out) - dlse."""
+    out, dout = call.out, call.dout
+    assert out is not None and dout is not None
+    for name, view in (("out", out), ("dout", dout)):
+        if view.dtype not in ITEM_BYTES:
+            raise UnsupportedError(f"{call.function}: `{name}` is {view.dtype}; {', '.join(ITEM_BYTES)} are accepted on the GPU.")
+    _plan.refuse_sizes(call)
+    heads, dim = out.shape[2], out.shape[3]
+    constants = BwdPreprocess("float32", out.dtype, dout.dtype, head_dim=_plan.HEAD_DIMS[0], query_tile=_ROW_PAD)
+    plan = Plan(constants, _device.of(call.device).arch, "delta alone")
+    where = (*(0,) * 9, call.batch, call.len_q, 0, heads, heads, dim, dim, tiles_of(call.len_q, _ROW_PAD, call), 0, 0, 0, 0)
+    _run_preprocess(plan, call, where, _blocks(call, call.len_q, _ROW_PAD, heads), call.delta, 0, 0, 0)
+
+
+def merge(call: MergeCall) -> None:
+    """Write out and lse of the merged states, any number of them: launches of MERGE_STATES, the running result among the next."""
+    for name, views in (("outs", call.outs), ("out", [call.out]), ("lses", call.lses), ("lse", [call.lse])):
+        accepted = tuple(ITEM_BYTES) if name.startswith("out") else ("float32",)
+        for view in views:
+            if view.dtype not in accepted:
+                raise UnsupportedError(f"{call.function}: `{name}` in {view.dtype}; {', '.join(accepted)} are merged on the GPU.")
+    batch, length, heads, dim = call.out.shape
+    states = list(zip(call.outs, call.lses, strict=True))
+    arch = _device.of(call.device).arch
+    while states:
+        now, states = states[:MERGE_STATES], states[MERGE_STATES:]
+        out, lse = call.out, call.lse
+        if states:  # a partial result, in float32
+            out, lse = call.empty(call.out.shape, "float32"), call.empty(call.lse.shape, "float32")
+            states.insert(0, (out, lse))
+        packed = [(o.ptr, l.ptr, *o.strides[:3], l.strides[0], l.strides[2], l.strides[1], TYPE_CODES[o.dtype], 0) for o, l in now]
+        padding = [(0,) * 10] * (MERGE_STATES - len(now))
+        values = (*(x for state in packed + padding for x in state), *rows(out), *per_row(lse), len(now), batch, length, heads, dim, 0)
+        plan = Plan(MergeStates(out.dtype), arch, "the only kernel that merges")
+        run(plan, -(-batch * length * heads // MergeStates(out.dtype).warps), values, call.device, call.stream)
+
+
+def merge_bwd(call: MergeCall) -> None:
+    """Not on the GPU yet."""
+    raise UnsupportedError(f"{call.function}: no CUDA kernel merges gradients yet; NumPy arrays are accepted.")
+
+
+def _run_preprocess(
+    plan: Plan, call: Call, where: tuple[Any, ...], blocks: int, delta_out: View | None, stats: int, dq_accum: int, rounded: int
+) -> None:
+    is_computed = call.delta is None or delta_out is not None
+    values = (
+        *where,
+        *(rows(call.out) if is_computed else NO_TENSOR),
+        *rows(call.dout),
+        *per_row(call.lse),
+        *per_row(call.dlse),
+        *(NO_TENSOR if is_computed else per_row(call.delta)),
+        *per_row(delta_out),
+        stats,
+        dq_accum,
+        rounded,
+        pointer(call.sink),
+        pointer(call.dsink),
+    )
+    run(plan, blocks, values, call.device, call.stream)
+
+
+def _blocks(call: Call, length: int, tile: int, heads: int) -> int:
+    sequences = call.batch if call.cu_seqlens_q is None else 1
+    return tiles_of(length, tile, call) * heads * sequences if length else 0
+
+
+def _workspace_parts(spec: Spec, call: Call) -> tuple[int, int, int]:
+    """Bytes of (lse, delta) pairs, of the dq accumulator, and of dout rounded to q's type."""
+    padded = -(-call.len_q // _ROW_PAD) * _ROW_PAD
+    padded_rows = padded * call.batch if call.cu_seqlens_q is None else padded + call.batch * _ROW_PAD
+    per_head = spec.heads_q * padded_rows
+    sequences = call.batch if call.cu_seqlens_q is None else 1
+    is_rounded = spec.dout_dtype != spec.dtype
+    rounded = sequences * call.len_q * spec.heads_q * spec.head_dim_v * ITEM_BYTES[spec.dtype] if is_rounded else 0
+    return 8 * per_head, 4 * per_head * _plan.head_dim_tile(spec.head_dim), rounded
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _zero(view: View, device: int, stream: int) -> None:
+    import cupy
+
+    with cupy.cuda.Device(device):
+        cupy.cuda.runtime.memsetAsync(view.ptr, 0, view.shape[0] * ITEM_BYTES[view.dtype], stream)

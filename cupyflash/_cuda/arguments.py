@@ -1,0 +1,92 @@
+"""Call to field values: the flat tuples that `params.pack` turns into one struct. Order as in `params.STRUCTS`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .._spec import Call, Spec, View
+
+UNBOUNDED = 2**40  # a window bound further than any position
+LOG2_E = math.log2(math.e)
+FOLD_OF_SCALE_ZERO = 2.0**-100  # times any finite score still 0, and times a masked -inf still -inf
+NO_TENSOR = (0, 0, 0, 0)
+TYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2}
+
+
+def pointer(view: View | None) -> int:
+    return 0 if view is None else view.ptr
+
+
+def rows(view: View | None) -> tuple[int, ...]:
+    """A [B, N, H, D] view as Tensor."""
+    return NO_TENSOR if view is None else (view.ptr, view.strides[0], view.strides[1], view.strides[2])
+
+
+def per_row(view: View | None) -> tuple[int, ...]:
+    """A [B, H, N] view as Tensor."""
+    return NO_TENSOR if view is None else (view.ptr, view.strides[0], view.strides[2], view.strides[1])
+
+
+def tiles_of(length: int, tile: int, call: Call) -> int:
+    """Tiles of one head: of one sequence when dense; when packed of all, at most one ragged tile each, and two of slack."""
+    whole = -(-length // tile)
+    return whole if call.cu_seqlens_q is None else whole + call.batch + 2
+
+
+def problem(spec: Spec, call: Call, query_tile: int, key_tile: int) -> tuple[Any, ...]:
+    q_start, k_start = call.q_start, call.k_start
+    return (
+        pointer(call.cu_seqlens_q),
+        pointer(call.cu_seqlens_k),
+        pointer(call.seqused_k),
+        q_start.ptr if isinstance(q_start, View) else 0,
+        k_start.ptr if isinstance(k_start, View) else 0,
+        q_start if isinstance(q_start, int) else 0,
+        k_start if isinstance(k_start, int) else 0,
+        UNBOUNDED if call.window_left is None else min(call.window_left, UNBOUNDED),
+        UNBOUNDED if call.window_right is None else min(call.window_right, UNBOUNDED),
+        call.batch,
+        call.len_q,
+        call.len_k,
+        spec.heads_q,
+        spec.heads_kv,
+        spec.head_dim,
+        spec.head_dim_v,
+        tiles_of(call.len_q, query_tile, call),
+        tiles_of(call.len_k, key_tile, call),
+        int(call.cu_seqlens_q is not None and call.cu_seqlens_q.dtype == "int64"),
+        int(q_start is not None),
+        0,
+    )
+
+
+def fold_of(spec: Spec, scale: float) -> float:
+    """What brings scores to base-2 exponents: log2(e), times |scale| where nothing but the scale changes them."""
+    if spec.features.softcap or spec.features.alibi:
+        return LOG2_E
+    return abs(scale) * LOG2_E or FOLD_OF_SCALE_ZERO
+
+
+def scores(spec: Spec, call: Call) -> tuple[Any, ...]:
+    slopes = call.alibi_slopes
+    return (
+        pointer(slopes),
+        pointer(call.sink),
+        0,
+        0,
+        0,
+        *((0, 0) if slopes is None else slopes.strides),
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        call.scale,
+        fold_of(spec, call.scale),
+        call.softcap,
+        call.scale / call.softcap if call.softcap else 0.0,
+        0,
+        1.0,
+    )

@@ -1,0 +1,66 @@
+"""Plan to Kernel: in-process cache, CuPy's disk cache below it, and errors that carry the compiler's log."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+from .._errors import CompileError
+from .plan import Plan
+from .source import compose
+
+# One tuple for every kernel: CuPy compiles an empty program once per process and tuple to learn the compiler's version.
+OPTIONS = ("-std=c++17",)
+QUIET = "CUPYFLASH_QUIET"  # set to anything: no word about slow first compiles
+_SLOW_SECONDS = 1.0
+_OPT_IN_BYTES = 48 * 1024  # of shared memory, above which a kernel must ask for it
+
+_kernels: dict[tuple[Any, int], Any] = {}
+_lock = threading.Lock()
+_notice_given = False
+
+
+def kernel(plan: Plan, ordinal: int) -> Any:
+    """The loaded kernel of this plan on this device; compiled at most once a process."""
+    key = (plan.binary, ordinal)
+    found = _kernels.get(key)
+    if found is None:
+        with _lock:
+            found = _kernels.get(key)
+            if found is None:
+                found = _kernels[key] = _load(plan, ordinal)
+    return found
+
+
+def _load(plan: Plan, ordinal: int) -> Any:
+    import cupy
+
+    began = time.perf_counter()
+    with cupy.cuda.Device(ordinal):
+        module = cupy.RawModule(code=compose(plan.constants), options=OPTIONS)
+        try:
+            function = module.get_function(plan.kernel)
+            if plan.smem_bytes > _OPT_IN_BYTES:
+                function.max_dynamic_shared_size_bytes = plan.smem_bytes
+        except cupy.cuda.compiler.CompileException as error:
+            raise CompileError(
+                f"{plan.kernel} did not compile for sm_{plan.arch} with options {' '.join(OPTIONS)}.\n{error}\n"
+                f"The plan was: {plan}"
+            ) from error
+    _notice(plan, time.perf_counter() - began)
+    return function
+
+
+def _notice(plan: Plan, seconds: float) -> None:
+    global _notice_given
+    if seconds < _SLOW_SECONDS or _notice_given or QUIET in os.environ:
+        return
+    _notice_given = True
+    print(
+        f"cupyflash: compiling {plan.kernel} for sm_{plan.arch} took {seconds:.1f} s; CuPy keeps the result on disk, so the next "
+        f"process starts without this wait. Set {QUIET}=1 to silence this.",
+        file=sys.stderr,
+    )

@@ -1,0 +1,31 @@
+"""The only caller of a kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._errors import UnsupportedError
+from .compile import kernel
+from .params import pack
+from .plan import MAX_BLOCKS, Plan
+
+
+class _Stream:
+    """A stream by its pointer, as CuPy's launch wants it."""
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+def run(plan: Plan, blocks: int, values: tuple[Any, ...], device: int, stream: int) -> None:
+    """Launch `blocks` blocks with this struct on this stream; nothing for none."""
+    import cupy
+
+    if blocks == 0:
+        return
+    if blocks > MAX_BLOCKS:
+        raise UnsupportedError(f"{plan.kernel}: {blocks} blocks; a grid holds at most {MAX_BLOCKS}. Split the batch.")
+    with cupy.cuda.Device(device):
+        kernel(plan, device)(
+            (blocks, 1, 1), (plan.threads, 1, 1), (pack(plan.kernel, values),), shared_mem=plan.smem_bytes, stream=_Stream(stream)
+        )

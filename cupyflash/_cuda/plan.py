@@ -1,0 +1,186 @@
+"""Spec and Device to Plan: pure, host-only, no CuPy.
+
+`legal` yields the candidates that the device can hold, in the tile tables' order of preference; the first is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from .._errors import UnsupportedError
+from .._spec import Call, Mask, Spec
+from . import tiles
+from .constants import HEAD_DIMS, ITEM_BYTES, KERNELS, BwdFinish, BwdGeneric, BwdPreprocess, Constants, FwdGeneric
+from .device import Device
+
+MAX_HEAD_DIM = HEAD_DIMS[-1]
+MAX_LENGTH = 2**30 - 1  # rows of one sequence axis: kernels keep row numbers and distances in 32 bits
+MAX_BLOCKS = 2**31 - 1  # of a one-dimensional grid
+_CPU = "the NumPy backend does this"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One kernel as it will be launched; grid and workspace follow from it and the lengths."""
+
+    constants: Constants
+    arch: int
+    why: str
+
+    @property
+    def kernel(self) -> str:
+        return KERNELS[type(self.constants)]
+
+    @property
+    def binary(self) -> tuple[str, int, Constants]:
+        """All that reaches the compiler."""
+        return self.kernel, self.arch, self.constants
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.constants.warps
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.constants.smem_bytes
+
+    def __str__(self) -> str:
+        c = self.constants
+        values = ", ".join(f"{f.name}={getattr(c, f.name)}" for f in fields(c))
+        return f"{self.kernel} for sm_{self.arch}: {self.threads} threads, {self.smem_bytes} bytes of shared memory\n  {values}\n  {self.why}"
+
+
+class BackwardPlan(NamedTuple):
+    """The kernels of a backward, run in this order."""
+
+    preprocess: Plan
+    main: Plan
+    finish: Plan
+
+    def __str__(self) -> str:
+        return "\n".join(str(plan) for plan in self)
+
+
+def head_dim_tile(head_dim: int) -> int:
+    """The head dim that a tile spends: the next of HEAD_DIMS; the rest is filled with zeros on chip."""
+    return next(tile for tile in HEAD_DIMS if head_dim <= tile)
+
+
+def refuse(spec: Spec, *, backward: bool) -> None:
+    """Raise UnsupportedError for what these kernels cannot serve; the message says what can."""
+    features = spec.features
+    reasons = (
+        (spec.dtype == "float64", "float64 inputs", f"float16, bfloat16 and float32 run on the GPU; {_CPU}"),
+        (max(spec.head_dim, spec.head_dim_v) > MAX_HEAD_DIM, f"head_dim {max(spec.head_dim, spec.head_dim_v)}",
+         f"the CUDA kernels take at most {MAX_HEAD_DIM}; the NumPy backend takes any"),
+        (features.bias, "`bias`", f"no CUDA kernel adds a bias yet; {_CPU}"),
+        (features.dropout, "`dropout_p` above 0", f"no CUDA kernel drops out yet; {_CPU}"),
+        (spec.deterministic and backward, "`deterministic`", f"the CUDA backward sums dq by atomics so far; {_CPU}"),
+        (spec.paged, "`block_table`", f"no CUDA kernel reads pages yet; {_CPU}"),
+        (spec.split, "`num_splits` or `split_len`", f"no CUDA kernel splits keys yet; {_CPU}"),
+        (spec.out_dtype not in ITEM_BYTES, f"out in {spec.out_dtype}", "float16, bfloat16 and float32 are written on the GPU"),
+        (spec.grad_dtype is not None and spec.grad_dtype not in ITEM_BYTES, f"gradients in {spec.grad_dtype}",
+         "float16, bfloat16 and float32 are written on the GPU"),
+    )  # fmt: skip
+    for applies, given, accepted in reasons:
+        if applies:
+            raise UnsupportedError(f"cupyflash on CUDA: {given} is not supported; {accepted}.")
+
+
+def refuse_sizes(call: Call) -> None:
+    """Raise UnsupportedError for lengths beyond 32-bit row numbers."""
+    for name, length in (("len_q", call.len_q), ("len_k", call.len_k)):
+        if length > MAX_LENGTH:
+            raise UnsupportedError(f"{call.function}: {length} rows ({name}); the CUDA kernels take at most {MAX_LENGTH}.")
+
+
+def _copy_bytes(spec: Spec) -> int:
+    return max(spec.align, ITEM_BYTES[spec.dtype])
+
+
+def _score_switches(spec: Spec) -> dict[str, bool]:
+    features = spec.features
+    changes_scores = features.softcap or features.alibi
+    return {
+        "is_masked": spec.mask is not Mask.NONE,
+        "has_softcap": features.softcap,
+        "has_alibi": features.alibi,
+        "is_scale_negative": features.negative_scale and not changes_scores,  # else the scale itself is multiplied
+    }
+
+
+def legal_forward(spec: Spec, device: Device) -> Iterator[Plan]:
+    """Candidates of `fwd_generic`, best first."""
+    head_dim, head_dim_v = head_dim_tile(spec.head_dim), head_dim_tile(spec.head_dim_v)
+    table = tiles.FWD_16BIT if ITEM_BYTES[spec.dtype] == 2 else tiles.FWD_32BIT
+    for rank, tile in enumerate(table[max(head_dim, head_dim_v)]):
+        constants = FwdGeneric(
+            element=spec.dtype,
+            out_element=spec.out_dtype,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            copy_bytes=_copy_bytes(spec),
+            **tile._asdict(),
+            **_score_switches(spec),
+        )
+        if constants.smem_bytes <= device.smem_bytes:
+            yield Plan(constants, device.arch, f"row {rank} of the tile table: the first whose tiles fit {device.smem_bytes} bytes")
+
+
+def legal_backward(spec: Spec, device: Device) -> Iterator[BackwardPlan]:
+    """Candidates of the backward, best first."""
+    assert spec.grad_dtype is not None and spec.dout_dtype is not None
+    head_dim, head_dim_v = head_dim_tile(spec.head_dim), head_dim_tile(spec.head_dim_v)
+    table = tiles.BWD_16BIT if ITEM_BYTES[spec.dtype] == 2 else tiles.BWD_32BIT
+    for rank, tile in enumerate(table[max(head_dim, head_dim_v)]):
+        constants = BwdGeneric(
+            element=spec.dtype,
+            grad_element=spec.grad_dtype,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            copy_bytes=_copy_bytes(spec),
+            accumulate=spec.accumulate,
+            **tile._asdict(),
+            **_score_switches(spec),
+        )
+        if constants.smem_bytes > device.smem_bytes:
+            continue
+        query_tile = constants.query_tile
+        yield BackwardPlan(
+            Plan(BwdPreprocess(spec.dtype, spec.out_dtype, spec.dout_dtype, head_dim, query_tile), device.arch, "delta, and dq zeroed"),
+            Plan(constants, device.arch, f"row {rank} of the tile table: the first whose tiles fit {device.smem_bytes} bytes"),
+            Plan(BwdFinish(spec.grad_dtype, head_dim, query_tile, constants.copy_bytes, spec.accumulate), device.arch, "dq to its type"),
+        )
+
+
+@lru_cache(maxsize=1024)
+def forward(spec: Spec, device: Device) -> Plan:
+    """The kernel of a forward. Raises UnsupportedError."""
+    refuse(spec, backward=False)
+    return next(legal_forward(spec, device))
+
+
+@lru_cache(maxsize=1024)
+def backward(spec: Spec, device: Device) -> BackwardPlan:
+    """The kernels of a backward. Raises UnsupportedError."""
+    refuse(spec, backward=True)
+    return next(legal_backward(spec, device))
+
+
+def validate(override: Any, chosen: Plan | BackwardPlan) -> Any:
+    """A caller's plan, used as given or refused: it may differ from the chosen one in its tiles alone.
+
+    Raises TypeError for another kind of value, ValueError for other constants than the call needs.
+    """
+    if type(override) is not type(chosen):
+        raise TypeError(f"`plan` is a {type(override).__name__}; a {type(chosen).__name__} is accepted, as `Attention.plan` returns.")
+    pairs = zip(override, chosen, strict=True) if isinstance(chosen, BackwardPlan) else ((override, chosen),)
+    for given, wanted in pairs:
+        tile_names = tiles.BwdTile._fields if isinstance(wanted.constants, BwdGeneric) else tiles.FwdTile._fields
+        same_tiles = {name: getattr(given.constants, name) for name in tile_names if hasattr(wanted.constants, name)}
+        if given.arch != wanted.arch or given.constants != replace(wanted.constants, **same_tiles):
+            raise ValueError(f"`plan` names {given}; this call needs, its tiles apart, {wanted}.")
+    return override

@@ -1,0 +1,63 @@
+"""Tile tables: data and provenance, no logic. `plan.py` takes the first row of a list that the device can hold.
+
+Rows are keyed by the head-dim tile (the larger of D's and Dv's) and by whether elements have 16 bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class FwdTile(NamedTuple):
+    query_tile: int
+    key_tile: int
+    warps: int
+    blocks_per_sm: int
+
+
+class BwdTile(NamedTuple):
+    query_tile: int
+    key_tile: int
+    stages: int
+    warps: int
+    score_warps: int  # along the queries, of s and dp
+    key_warps: int  # along the keys, of dk and dv
+    query_warps: int  # along the queries, of dq
+    blocks_per_sm: int
+
+
+# FlashAttention-2's shapes as a start (its launch templates, read 2026-08). Not yet swept on a device.
+FWD_16BIT: dict[int, list[FwdTile]] = {
+    32: [FwdTile(128, 64, 4, 2)],
+    64: [FwdTile(128, 64, 4, 2)],
+    96: [FwdTile(128, 64, 4, 2)],
+    128: [FwdTile(128, 64, 4, 2), FwdTile(128, 32, 4, 1)],
+    192: [FwdTile(128, 64, 8, 1), FwdTile(64, 64, 4, 1)],
+    256: [FwdTile(128, 64, 8, 1), FwdTile(64, 32, 4, 1)],
+}
+FWD_32BIT: dict[int, list[FwdTile]] = {
+    32: [FwdTile(64, 64, 4, 2)],
+    64: [FwdTile(64, 64, 4, 1)],
+    96: [FwdTile(64, 32, 4, 1)],
+    128: [FwdTile(64, 32, 4, 1)],
+    192: [FwdTile(64, 32, 4, 1), FwdTile(32, 16, 2, 1)],
+    256: [FwdTile(64, 32, 4, 1), FwdTile(32, 16, 2, 1)],
+}
+BWD_16BIT: dict[int, list[BwdTile]] = {
+    32: [BwdTile(64, 128, 2, 8, 2, 4, 4, 1)],
+    64: [BwdTile(64, 128, 2, 8, 2, 4, 4, 1)],
+    96: [BwdTile(64, 128, 2, 8, 2, 4, 4, 1), BwdTile(64, 64, 2, 8, 2, 4, 4, 1)],
+    128: [BwdTile(64, 128, 2, 8, 2, 4, 4, 1), BwdTile(64, 64, 1, 8, 2, 4, 4, 1)],
+    192: [BwdTile(64, 64, 1, 8, 2, 4, 4, 1), BwdTile(64, 32, 1, 8, 4, 2, 4, 1)],
+    256: [BwdTile(64, 64, 1, 8, 2, 4, 4, 1), BwdTile(32, 32, 1, 4, 2, 2, 2, 1)],
+}
+BWD_32BIT: dict[int, list[BwdTile]] = {
+    32: [BwdTile(64, 64, 1, 8, 4, 4, 4, 1)],
+    64: [BwdTile(64, 64, 1, 8, 4, 4, 4, 1)],
+    96: [BwdTile(64, 64, 1, 8, 4, 4, 4, 1), BwdTile(32, 32, 1, 4, 2, 2, 2, 1)],
+    128: [BwdTile(64, 64, 1, 8, 4, 4, 4, 1), BwdTile(32, 32, 1, 4, 2, 2, 2, 1)],
+    192: [BwdTile(32, 32, 1, 8, 2, 2, 2, 1), BwdTile(16, 32, 1, 4, 1, 2, 1, 1)],
+    256: [BwdTile(32, 32, 1, 8, 2, 2, 2, 1), BwdTile(16, 16, 1, 2, 1, 1, 1, 1)],
+}
+# Register spills that are known and accepted, in bytes: (kernel, arch, constants' name) -> (bytes, reason).
+SPILLS: dict[tuple[str, int, str], tuple[int, str]] = {}
