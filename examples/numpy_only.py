@@ -65,7 +65,7 @@ def main() -> int:
     for name, error in errors.items():
         print(f"{name:<40} largest difference {error:.1e}")
     print(f"{'slope of a loss, gradients against steps':<40} relative difference {slope_error:.1e}")
-    is_right = max(errors.values()) <= LARGEST_ERROR and slope_error <= LARGEST_SLOPE_ERROR
+    is_right = all(error <= LARGEST_ERROR for error in errors.values()) and slope_error <= LARGEST_SLOPE_ERROR
     print("all agree" if is_right else "NOT ALL AGREE")
     return 0 if is_right else 1
 

@@ -29,9 +29,8 @@ class FlashAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # torch hands zeros for an output that the loss does not use; a zero dlse changes nothing.
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        dout, dlse = grad_outputs  # zeros for an output that the loss does not use, which change nothing
         q, k, v, out, lse = ctx.saved_tensors
         return tuple(ATTENTION.bwd(q, k, v, out, lse, dout, dlse=dlse))
 
