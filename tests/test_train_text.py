@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from examples.train_text import data
-from examples.train_text.__main__ import main
+from examples.train_text.__main__ import main, printable
 from examples.train_text.model import GRADCHECK_RTOL, GRADCHECK_STEP, Config, Transformer
 from examples.train_text.report import draw_curve
 from examples.train_text.train import History, Settings, held_out_nats, sample, train
@@ -160,3 +161,15 @@ def test_a_text_too_short_to_split_is_refused(tmp_path: Path) -> None:
     text.write_bytes(b"too short")
     with pytest.raises(SystemExit, match=r"9 bytes.*need"):
         main(["--text", str(text)])
+
+
+@pytest.mark.parametrize("problem", ["no CuPy", "no GPU"])
+def test_a_missing_gpu_is_said_before_any_work(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
+    monkeypatch.setitem(sys.modules, "cupy", None if problem == "no CuPy" else fake)
+    with pytest.raises(SystemExit, match=r"--backend cupy: .*cupyflash info"):
+        main(["--backend", "cupy"])
+
+
+def test_a_sample_cannot_steer_the_terminal() -> None:
+    assert printable(b"a\n\x1b[2J\xff") == "a\n.[2J\\xff"

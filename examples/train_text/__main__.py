@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from types import ModuleType
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from .report import Progress, draw_curve
 from .train import Settings, sample, train
 
 SAMPLE_BYTES = 240
+ASK_INFO = "`python -m cupyflash info` says what runs here and why not"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -29,13 +31,26 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def array_module(name: str) -> ModuleType:
+    """NumPy, or CuPy where it finds a GPU."""
+    try:
+        xp = importlib.import_module(name)
+    except ImportError as error:
+        sys.exit(f"--backend {name}: {error}; {ASK_INFO}")
+    if name == "cupy" and not xp.cuda.is_available():
+        sys.exit(f"--backend {name}: CuPy is here, but no GPU that it can use; {ASK_INFO}")
+    return xp
+
+
+def printable(text: bytes) -> str:
+    """The text with nothing in it that would steer a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "." for c in text.decode(errors="backslashreplace"))
+
+
 def main(argv: list[str] | None = None) -> int:
     """0 if the model beats the bigram on the held-out text, else 1."""
     arguments = parse(argv)
-    try:
-        xp = importlib.import_module(arguments.backend)
-    except ImportError as error:
-        sys.exit(f"--backend {arguments.backend}: {error}; `python -m cupyflash info` says what runs here and why not")
+    xp = array_module(arguments.backend)
     settings, config = Settings(num_steps=arguments.steps), Config()
     rng = np.random.default_rng(arguments.seed)
 
@@ -70,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         print("curve      not drawn: matplotlib is missing; python -m pip install 'cupyflash[plot]'")
     written = sample(model, held[:64].tobytes(), SAMPLE_BYTES, settings.context, rng)[64:]
     print("sample     what the model writes after the first held-out bytes:")
-    print("           | " + written.decode(errors="replace").replace("\n", "\n           | "))
+    print("           | " + printable(written).replace("\n", "\n           | "))
 
     verdict, side = ("BEATS", "below") if is_better else ("DOES NOT BEAT", "above")
     print(
