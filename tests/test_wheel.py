@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,17 +14,23 @@ ROOT = Path(__file__).parents[1]
 
 COMPILE = """
 import sys
-from cupyflash._cuda import source
-assert source.__file__.startswith(sys.argv[1]), source.__file__
+from cuda.pathfinder import find_nvidia_header_directory
+from cupy.cuda import nvrtc
+from cupyflash._cuda import compile, constants, source
+
+assert source.root().is_relative_to(sys.argv[1]), source.root()
+text = source.compose(constants.MergeStates("float32"))
+program = nvrtc.createProgram(text, "merge_states.cu", (), ())
+nvrtc.compileProgram(program, (*compile.OPTIONS, "-arch=sm_80", "-I" + find_nvidia_header_directory("cudart")))
+assert b"merge_states" in nvrtc.getCUBIN(program)
 """
 
 
-def run(*command: object, cwd: Path) -> str:
-    done = subprocess.run(
-        [str(word) for word in command], cwd=cwd, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+def run(*command: object, cwd: Path, **environment: str) -> None:
+    words = [str(word) for word in command]
+    env = os.environ | environment
+    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +60,16 @@ def test_the_wheel_holds_the_package_alone(installed: Path) -> None:
     assert {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")} == {"cupyflash"}
     assert (installed / "cupyflash" / "py.typed").is_file()
     assert any(path.name == "LICENSE" for path in installed.rglob("*.dist-info/**/*"))
+
+
+def test_a_kernel_compiles_from_the_wheel(installed: Path) -> None:
+    if importlib.util.find_spec("cupy") is None:
+        pytest.skip("CuPy, which finds NVRTC, is not installed")
+    run(sys.executable, "-c", COMPILE, installed, cwd=installed, PYTHONPATH=str(installed))
+
+
+def test_numpy_attention_runs_from_the_wheel(installed: Path) -> None:
+    program = (
+        "import numpy, cupyflash; x = numpy.ones((1, 3, 2, 8)); assert (cupyflash.attn_fwd(x, x, x).out == 1).all()"
+    )
+    run(sys.executable, "-c", program, cwd=installed, PYTHONPATH=str(installed))
