@@ -152,14 +152,13 @@ def prepare(feature: Feature, *, backward: bool) -> Any:
     attention = cf.Attention(**feature.options)
     batch = () if attention.layout == "thd" else (1,)
     arguments = dict(feature.arguments)
-    arrays = [
-        np.ones((*batch, ROWS, heads, feature.head_dim), feature.dtype) for heads in (HEADS_Q, HEADS_KV, HEADS_KV)
-    ]
+    heads = (HEADS_Q, HEADS_KV, HEADS_KV)
+    q, k, v = (np.ones((*batch, ROWS, number, feature.head_dim), feature.dtype) for number in heads)
     if backward:
         forward_arguments = {name: value for name, value in arguments.items() if name != "dlse"}
-        out, lse = attention.fwd(*arrays, **forward_arguments)
+        out, lse = attention.fwd(q, k, v, **forward_arguments)
         arguments |= {"out": out, "lse": lse, "dout": np.ones_like(out)}
-    return attention.prepare(*arrays, backward, **arguments)
+    return attention.prepare(q, k, v, backward, **arguments)
 
 
 if __name__ == "__main__":
