@@ -111,7 +111,7 @@ def checked_options(attention: Attention) -> dict[str, Any]:
     split_len = None if attention.split_len is None else _integer(name, "split_len", attention.split_len, 1, None)
     if num_splits and split_len is not None:
         given = f"is {split_len} while `num_splits` is {num_splits}"
-        raise ValueError(refusal(name, "split_len", given, "only one of the two may be given"))
+        raise ValueError(refusal(name, "split_len", given, "only one of the two is accepted"))
     causal = one_of(name, "causal", attention.causal, CAUSAL)
     return {
         "layout": one_of(name, "layout", attention.layout, LAYOUTS),
@@ -209,7 +209,7 @@ def checked_call(
     if values["accumulate"] and not planning:
         for name in ("dq", "dk", "dv", *(f"d{name}" for name in ("bias", "sink") if arrays[name] is not None)):
             if arrays[name] is None:
-                accepted = "with accumulate=True every gradient is added into an array that is given"
+                accepted = "an array is needed: with accumulate=True every gradient is added into what is given"
                 raise ValueError(refusal(function, name, "is None", accepted))
     if attention.dropout_p and arguments["seed"] is None and not planning:
         given = f"is None while `dropout_p` is {attention.dropout_p}"
