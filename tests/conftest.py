@@ -1,0 +1,41 @@
+"""Fixtures: the backends, which all run the same tests, and random numbers that say how to be drawn again."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.backends import Backend, CupyBackend, NumpyBackend, gpu_is_there
+
+SEED = pytest.StashKey[int]()
+
+
+@pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Where a test's arrays live; the GPU half is skipped on a machine without one."""
+    if request.param == "numpy":
+        return NumpyBackend()
+    if not gpu_is_there():
+        pytest.skip("no CUDA GPU")
+    return CupyBackend()
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Fresh numbers each run. A failure prints the seed; TEST_SEED repeats it."""
+    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**32))
+    request.node.stash[SEED] = seed
+    return np.random.default_rng(seed)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report: Any = yield
+    if report.failed and SEED in item.stash:
+        report.sections.append(("random numbers", f"TEST_SEED={item.stash[SEED]} repeats them"))
+    return report

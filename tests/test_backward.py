@@ -1,0 +1,278 @@
+"""The backward against the reference, and what the contract says of it exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyflash as cf
+from cupyflash.testing import check_backward
+from tests.backends import Backend, NumpyBackend
+from tests.cases import (
+    CASES,
+    DTYPES,
+    PAIRS,
+    Case,
+    Refused,
+    assert_backward,
+    make,
+    parameters,
+    product,
+    run_backward,
+    run_forward,
+)
+from tests.test_forward import _assert_same_bits, _qkv
+
+Random = np.random.Generator
+
+
+def _judge(backend: Backend, case: Case, dtype: str, rng: Random) -> None:
+    """The saved state comes from the same backend where that has it, else from NumPy."""
+    problem = make(case, dtype, rng)
+    try:
+        out, lse = run_forward(backend, problem)
+    except cf.UnsupportedError:
+        out, lse = (backend.put(array) for array in run_forward(NumpyBackend(), problem))
+    try:
+        assert_backward(backend, problem, out, lse)
+    except Refused:
+        return
+
+
+@pytest.mark.parametrize(("case", "dtype"), parameters(CASES + PAIRS))
+def test_gradients_are_as_close_to_the_reference_as_plain_operations(
+    backend: Backend, case: Case, dtype: str, rng: Random
+) -> None:
+    _judge(backend, case, dtype, rng)
+
+
+@pytest.mark.slow
+def test_gradients_over_the_product_of_all_features(backend: Backend, rng: Random) -> None:
+    for case in product():
+        _judge(backend, case, "float32", rng)
+
+
+def _saved(backend: Backend, rng: Random, **options: Any) -> tuple[list[Any], dict[str, Any]]:
+    """q, k, v, out, lse and dout on the backend."""
+    q, k, v = (backend.put(array) for array in _qkv(rng))
+    out, lse = cf.attn_fwd(q, k, v, **options)
+    return [q, k, v, out, lse, backend.put(rng.standard_normal(out.shape).astype(np.float32))], options
+
+
+def _numpy(backend: Backend, arrays: Any) -> tuple[np.ndarray, ...]:
+    return tuple(backend.get(array) for array in arrays)
+
+
+def test_gradients_are_named_and_as_many_as_the_inputs(rng: Random) -> None:
+    q, k, v = _qkv(rng)
+    sink, bias = np.zeros(2, np.float32), np.zeros((70, 90), np.float32)
+    for extra, names in (
+        ({}, "dq dk dv"),
+        ({"bias": bias}, "dq dk dv dbias"),
+        ({"sink": sink}, "dq dk dv dsink"),
+        ({"bias": bias, "sink": sink}, "dq dk dv dbias dsink"),
+    ):
+        out, lse = cf.attn_fwd(q, k, v, **extra)
+        grads = cf.attn_bwd(q, k, v, out, lse, out, **extra)
+        assert grads._fields == tuple(names.split())
+
+
+def test_delta_is_what_the_backward_makes_of_out_and_dout(backend: Backend, rng: Random) -> None:
+    (q, k, v, out, lse, dout), options = _saved(backend, rng, causal=True)
+    dlse = backend.put(rng.standard_normal(lse.shape).astype(np.float32))
+    delta = cf.attn_bwd_preprocess(out, dout, dlse)
+    assert delta.shape == lse.shape
+    plain = cf.attn_bwd(q, k, v, out, lse, dout, dlse=dlse, **options)
+    given = cf.attn_bwd(q, k, v, None, lse, dout, delta=delta, **options)
+    arrays = _numpy(backend, (q, k, v, dout))
+    for grads in (plain, given):
+        check_backward(
+            _numpy(backend, grads),
+            *arrays,
+            out=backend.get(out),
+            lse=backend.get(lse),
+            dlse=backend.get(dlse),
+            name="delta",
+            **options,
+        )
+
+
+def test_accumulate_adds_to_what_is_there(backend: Backend, rng: Random) -> None:
+    arrays, options = _saved(backend, rng, causal=True)
+    fresh = _numpy(backend, cf.attn_bwd(*arrays, **options))
+    before = [rng.standard_normal(grad.shape).astype(np.float32) for grad in fresh]
+    sums = dict(zip(("dq", "dk", "dv"), map(backend.put, before), strict=True))
+    result = cf.attn_bwd(*arrays, accumulate=True, **sums, **options)
+    for total, start, grad, given in zip(result, before, fresh, sums.values(), strict=True):
+        assert total is given
+        np.testing.assert_array_almost_equal_nulp(
+            backend.get(total) - start - grad + 64, np.full_like(grad, 64), nulp=2
+        )
+
+
+def test_accumulated_halves_of_the_queries_make_the_whole(rng: Random) -> None:
+    (q, k, v, out, lse, dout), _ = _saved(NumpyBackend(), rng)
+    sums = {name: np.zeros(array.shape, np.float32) for name, array in (("dk", k), ("dv", v))}
+    dq = np.zeros(q.shape, np.float32)
+    for rows in (slice(0, 30), slice(30, 70)):
+        cf.attn_bwd(
+            q[:, rows], k, v, out[:, rows], lse[:, :, rows], dout[:, rows], dq=dq[:, rows], accumulate=True, **sums
+        )
+    check_backward((dq, sums["dk"], sums["dv"]), q, k, v, dout, out=out, lse=lse, name="halves")
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_rows_and_keys_without_a_partner_get_bitwise_zero(backend: Backend, accumulate: bool, rng: Random) -> None:
+    q, k, v = _qkv(rng, len_q=130, len_k=70)
+    options: dict[str, Any] = {"causal": True, "window": (20, 0), "scale": -0.3}
+    out, lse = cf.attn_fwd(*map(backend.put, (q, k, v)), **options)
+    q[:, :60] = np.nan  # rows that see nothing: neither they nor what flows into them may reach a gradient
+    dout = rng.standard_normal(out.shape).astype(np.float32)
+    dout[:, :60] = np.inf
+    dlse = np.where(np.isneginf(backend.get(lse)), -np.inf, 1).astype(np.float32)
+    arrays = [backend.put(array) for array in (q, k, v)]
+    sums = {}
+    if accumulate:
+        sums = {f"d{name}": backend.put(np.zeros_like(array)) for name, array in (("q", q), ("k", k), ("v", v))}
+    grads = cf.attn_bwd(
+        *arrays, out, lse, backend.put(dout), dlse=backend.put(dlse), accumulate=accumulate, **sums, **options
+    )
+    dq, dk, dv = _numpy(backend, grads)
+    assert dq[:, :60].tobytes() == bytes(dq[:, :60].nbytes)
+    for grad in (dq[:, 60:], dk, dv):
+        assert np.isfinite(grad).all()
+        assert grad.any()
+
+
+def test_nothing_comes_from_dead_keys_and_they_get_zero(backend: Backend, rng: Random) -> None:
+    q, k, v = _qkv(rng, batch=2)
+    options: dict[str, Any] = {"seqused_k": backend.put(np.array([33, 0], np.int32)), "causal": True}
+    saved = cf.attn_fwd(*map(backend.put, (q, k, v)), **options)
+    dout = backend.put(rng.standard_normal(q.shape).astype(np.float32))
+    clean = _numpy(backend, cf.attn_bwd(*map(backend.put, (q, k, v)), *saved, dout, **options))
+    k[0, 33:], v[0, 33:], k[1], v[1] = np.nan, np.nan, np.inf, np.nan
+    dirty = _numpy(backend, cf.attn_bwd(*map(backend.put, (q, k, v)), *saved, dout, **options))
+    for before, after in zip(clean, dirty, strict=True):
+        np.testing.assert_array_equal(before, after)
+    for grad in dirty[1:]:
+        assert not grad[0, 33:].any()
+        assert not grad[1].any()
+
+
+def test_nan_stays_in_its_sequence_its_row_and_its_kv_head(backend: Backend, rng: Random) -> None:
+    (q, k, v, out, lse, dout), _ = _saved(backend, rng)
+    clean = _numpy(backend, cf.attn_bwd(q, k, v, out, lse, dout))
+    dout = backend.get(dout).copy()
+    dout[0, 3, 1] = np.nan
+    dirty = _numpy(backend, cf.attn_bwd(q, k, v, out, lse, backend.put(dout)))
+    for before, after in zip(clean, dirty, strict=True):
+        np.testing.assert_array_equal(before[:, :, 0], after[:, :, 0])
+        assert np.isnan(after[:, :, 1]).any()
+
+
+def test_rows_of_no_sequence_are_not_read(backend: Backend, rng: Random) -> None:
+    q, k, v = (array[0] for array in _qkv(rng))
+    options: dict[str, Any] = {
+        "layout": "thd",
+        "cu_seqlens_q": backend.put(np.array([0, 20, 50], np.int32)),
+        "cu_seqlens_k": backend.put(np.array([0, 33, 60], np.int32)),
+    }
+    out, lse = cf.attn_fwd(*map(backend.put, (q, k, v)), **options)
+    dout = rng.standard_normal(q.shape).astype(np.float32)
+    clean = _numpy(backend, cf.attn_bwd(*map(backend.put, (q, k, v)), out, lse, backend.put(dout), **options))
+    q[50:], k[60:], v[60:], dout[50:] = np.nan, np.inf, np.nan, np.nan
+    dirty = _numpy(backend, cf.attn_bwd(*map(backend.put, (q, k, v)), out, lse, backend.put(dout), **options))
+    for before, after, end in zip(clean, dirty, (50, 60, 60), strict=True):
+        np.testing.assert_array_equal(before, after)
+        assert not after[end:].any()
+
+
+def test_a_broadcast_output_gradient_is_read_as_it_is(backend: Backend, rng: Random) -> None:
+    (q, k, v, out, lse, _), _ = _saved(backend, rng)
+    ones = backend.xp.broadcast_to(backend.put(np.ones((1, 1, 1, 32), np.float32)), out.shape)
+    dense = backend.put(np.ones(out.shape, np.float32))
+    broadcast = _numpy(backend, cf.attn_bwd(q, k, v, out, lse, ones))
+    check_backward(
+        broadcast,
+        *_numpy(backend, (q, k, v, dense)),
+        out=backend.get(out),
+        lse=backend.get(lse),
+        name="broadcast dout",
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_dout_and_out_may_be_float32(backend: Backend, dtype: str, rng: Random) -> None:
+    q, k, v = (array.astype(DTYPES[dtype]) for array in _qkv(rng))
+    out, lse = cf.attn_fwd(*map(backend.put, (q, k, v)), out_dtype="float32")
+    dout = rng.standard_normal(out.shape).astype(np.float32)
+    grads = cf.attn_bwd(*map(backend.put, (q, k, v)), out, lse, backend.put(dout))
+    check_backward(
+        _numpy(backend, grads), q, k, v, dout, out=backend.get(out), lse=backend.get(lse), name="float32 dout"
+    )
+
+
+@pytest.mark.parametrize("blocks", [(1, 1), (7, 5), (64, 1000)])
+def test_block_sizes_change_rounding_only(blocks: tuple[int, int], rng: Random) -> None:
+    problem = make(next(case for case in CASES if case.name == "dropout, everything"), "float32", rng)
+    out, lse = run_forward(NumpyBackend(), problem)
+    static = {name: problem.options[name] for name in ("dropout_p", "softcap", "causal")}
+    of_call = {name: value for name, value in problem.options.items() if name not in static}
+    attn = cf.Attention(**static)
+    plan = attn.plan(problem.q, problem.k, problem.v, backward=True, **of_call)
+    plan = dataclasses.replace(plan, block_q=blocks[0], block_k=blocks[1])
+    grads = attn.bwd(
+        problem.q, problem.k, problem.v, out, lse, problem.dout, plan=plan, **of_call, **problem.backward_options
+    )
+    check_backward(
+        grads,
+        problem.q,
+        problem.k,
+        problem.v,
+        problem.dout,
+        out=out,
+        lse=lse,
+        name=str(blocks),
+        **problem.options,
+        **problem.backward_options,
+    )
+
+
+def test_a_forward_dropout_mask_is_the_backwards(rng: Random) -> None:
+    """With P uniform and one-hot values the forward shows the mask; dv shows the backward's."""
+    length = 33
+    q = np.zeros((1, length, 1, length), np.float32)
+    v = np.eye(length, dtype=np.float32)[None, :, None, :]
+    attn = cf.Attention(dropout_p=0.4)
+    out, lse = attn.fwd(q, q, v, seed=11)
+    dv = attn.bwd(q, q, v, out, lse, v, seed=11).dv
+    np.testing.assert_array_equal(dv[0, :, 0], out[0, :, 0].T)
+    assert 0 < (out == 0).mean() < 1
+
+
+def test_bias_of_stride_zero_has_a_gradient_of_its_shape(rng: Random) -> None:
+    q, k, v = _qkv(rng)
+    row = rng.standard_normal(90).astype(np.float32)
+    bias = np.broadcast_to(row, (1, 2, 70, 90))
+    out, lse = cf.attn_fwd(q, k, v, bias=bias)
+    full = cf.attn_bwd(q, k, v, out, lse, v[:, :70], bias=bias).dbias
+    assert full.shape == bias.shape
+    check_backward(
+        cf.attn_bwd(q, k, v, out, lse, v[:, :70], bias=row), q, k, v, v[:, :70], out=out, lse=lse, bias=row, name="row"
+    )
+
+
+def test_deterministic_gradients_repeat_bitwise(backend: Backend, rng: Random) -> None:
+    problem = make(next(case for case in CASES if case.name == "deterministic"), "float32", rng)
+    try:
+        out, lse = run_forward(backend, problem)
+        first, *others = (_numpy(backend, run_backward(backend, problem, out, lse)) for _ in range(3))
+    except cf.UnsupportedError as error:
+        assert backend.name != "numpy"
+        assert "NumPy backend" in str(error)
+        return
+    for other in others:
+        _assert_same_bits(first, other)
