@@ -31,6 +31,8 @@ DIFFERENCE_STEP = 1e-5
 DIFFERENCE_TOLERANCE = 2e-9
 # rowsum(dO * O) and rowsum(P * dP) are the same sum of a hundred products of order one in another order: some 20 ulp.
 DELTA_TOLERANCE = 4e-15
+# The same float32 numbers of order ten, added once more or in another order by atomics.
+SUM_TOLERANCE = 1e-5
 # Linear memory: at N = 16,384 and D 64 a score matrix would be 1 GiB in float32, and a whole operand is 4 MiB.
 PEAK_BYTES = 64 * 2**20
 

@@ -15,8 +15,8 @@ class Backend:
     xp: Any
 
     def put(self, value: Any, memory: str = "contiguous") -> Any:
-        """A NumPy array as one of this backend's; anything else as it is."""
-        return arranged(self.xp, self.xp.asarray(value), memory) if isinstance(value, np.ndarray) else value
+        """A copy of a NumPy array as one of this backend's; anything else as it is."""
+        return arranged(self.xp, self.xp.array(value), memory) if isinstance(value, np.ndarray) else value
 
     def get(self, array: Any) -> np.ndarray:
         raise NotImplementedError

@@ -119,18 +119,18 @@ def test_window_edges_are_where_the_contract_puts_them(
     assert ((out[0, :, 0] > 0) == seen).all()
 
 
-@pytest.mark.parametrize("size", [1e4, 1e9])
-def test_large_scores_stay_finite(backend: Backend, size: float, rng: Random) -> None:
+@pytest.mark.parametrize("root", [2.0**7, 2.0**15])
+def test_large_scores_stay_finite(backend: Backend, root: float, rng: Random) -> None:
+    """Scores up to 1e11; powers of two, so that equal scores are equal in any order of summation."""
     q, k, v = _qkv(rng, len_q=129, len_k=130)
-    out, lse = _run(backend, q * np.float32(math.sqrt(size)), k * np.float32(math.sqrt(size)), v, causal=True)
+    out, lse = _run(backend, q * np.float32(root), k * np.float32(root), v, causal=True)
     assert np.isfinite(out).all()
     assert np.isfinite(lse).all()
-    equal, lse = _run(backend, np.full_like(q, math.sqrt(size)), np.full_like(k, math.sqrt(size)), v, scale=1.0)
-    check_forward(
-        equal, lse, np.full_like(q, math.sqrt(size)), np.full_like(k, math.sqrt(size)), v, name="equal", scale=1.0
-    )
-    mean = np.broadcast_to(v.mean(axis=1, keepdims=True), out.shape)
-    assert np.abs(equal - mean).max() < np.abs(v).max() / 100
+    q, k = np.full_like(q, root), np.full_like(k, root)
+    out, lse = _run(backend, q, k, v, scale=1.0)
+    assert (lse >= 32 * root**2).all()
+    uniform, _ = _run(backend, np.zeros_like(q), k, v)
+    _assert_same_bits((out,), (uniform,))
 
 
 def test_hints_of_length_change_nothing(backend: Backend, rng: Random) -> None:
@@ -222,12 +222,11 @@ def test_pages_are_the_keys_they_hold(backend: Backend, layout: str, page_size: 
         q, pools = q.swapaxes(1, 2), [pool.swapaxes(1, 2) for pool in pools]
     if layout == "thd":
         q, options["cu_seqlens_q"] = q.reshape(18, 2, 32), np.array([0, 6, 12, 18], np.int32)
-    try:
-        out, lse = _run(backend, q, *pools, **options)
-    except cf.UnsupportedError as error:
-        assert backend.name != "numpy"
-        assert "NumPy backend" in str(error)
+    if backend.name != "numpy":
+        with pytest.raises(cf.UnsupportedError, match="NumPy backend"):
+            _run(backend, q, *pools, **options)
         return
+    out, lse = _run(backend, q, *pools, **options)
     check_forward(out, lse, q, *pools, name="paged", **options)
     if layout == "bhsd":
         out = out.swapaxes(1, 2)
@@ -272,9 +271,9 @@ def test_block_sizes_change_rounding_only(blocks: tuple[int, int], rng: Random) 
 def test_a_plan_for_another_job_is_refused(rng: Random) -> None:
     q, k, v = _qkv(rng)
     attn = cf.Attention()
-    with pytest.raises(ValueError, match="`plan`.*backward.*forward"):
+    with pytest.raises(ValueError, match=r"`plan`.*backward.*forward"):
         attn.fwd(q, k, v, plan=attn.plan(q, k, v, backward=True))
-    with pytest.raises(ValueError, match="`plan`.*block_k=0"):
+    with pytest.raises(ValueError, match=r"`plan`.*block_k=0"):
         attn.fwd(q, k, v, plan=dataclasses.replace(attn.plan(q, k, v), block_k=0))
     with pytest.raises(TypeError, match="`plan` is a str"):
         attn.fwd(q, k, v, plan="fast")
