@@ -1,8 +1,8 @@
-"""A pytest plugin that keeps what a GPU said: `pytest -p tests.gpu_results`.
+"""A pytest plugin that keeps what a GPU said: `pytest -m gpu -p tests.gpu_results`.
 
 It writes benchmarks/results/gpu-tests-<gpu>.json: the machine's facts, each test's outcome, the hash of every kernel that
-the session loaded, and the backend's hash; `tests/test_results.py` compares the hashes with the tree. Run the whole suite
-with it: a file from half of the suite speaks for half of it.
+the session loaded, and the backend's hash; `tests/test_results.py` compares the hashes with the tree. Run all tests that
+need a GPU with it: a file from half of them speaks for half of them.
 """
 
 from __future__ import annotations
