@@ -1,8 +1,8 @@
 """A pytest plugin that keeps what a GPU said: `pytest -m gpu -p tests.gpu_results`.
 
-It writes benchmarks/results/gpu-tests-<gpu>.json: the machine's facts, each test's outcome, the hash of every kernel that
-the session loaded, and the backend's hash; `tests/test_results.py` compares the hashes with the tree. Run all tests that
-need a GPU with it: a file from half of them speaks for half of them.
+It writes benchmarks/results/gpu-tests-<gpu>.json: the machine's facts, each test's outcome, the hash of every kernel
+that the session loaded, and the backend's hash. `tests/test_results.py` compares the hashes with the tree. Run all the
+tests that need a GPU with it: a file from half of them speaks for half of them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ kernels = pytest.StashKey[set[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    verdict = _environment.facts()[-1].text
+    if verdict != "runs":
+        raise pytest.UsageError(f"tests.gpu_results: the CUDA backend {verdict}")
     import cupy
 
     config.stash[outcomes] = {}
@@ -31,8 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
     class RecordedModule(cupy.RawModule):
         def get_function(self, name: str) -> Any:
+            function = super().get_function(name)
             loaded.add(name)
-            return super().get_function(name)
+            return function
 
     cupy.RawModule = RecordedModule
 
