@@ -10,7 +10,7 @@ from typing import Any
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """One line a row: our time and rate, each peer's time over ours, and the result whose error is worst beside FA2's."""
+    """One line a row: our time and rate, each peer's time over ours, our worst error beside FA2's; then remarks."""
     rows = [record for record in records if "case" in record]
     peers = list(dict.fromkeys(name for row in rows for name in row["times_ms"] if name != "ours"))
     head = f"{'case':<18}{'pass':<10}{'ours ms':>10}{'iqr':>6}{'TFLOP/s':>9}"
