@@ -1,7 +1,5 @@
 """FlashAttention for any array library: explicit forward and backward, the log-sum-exp in the caller's hands."""
 
-from __future__ import annotations
-
 from cupyflash._api import attn_bwd, attn_bwd_preprocess, attn_fwd, lse_from_fa2, lse_from_log2
 from cupyflash._attention import Attention, AttnGrads, AttnOutput
 from cupyflash._errors import CompileError, UnsupportedError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from cupyflash import _check, _interop
 from cupyflash._check import Checked
@@ -23,6 +23,7 @@ class AttnGrads(tuple):
     """What a backward returns: a named tuple (dq, dk, dv[, dbias][, dsink]), a field for each array given."""
 
     __slots__ = ()
+    _fields: ClassVar[tuple[str, ...]]
     dq: Any
     dk: Any
     dv: Any

@@ -95,7 +95,7 @@ class _Judged:
     copies: tuple[str, ...]
 
 
-# ------------------------------------------------------------------------------------------------------------- options
+# Options.
 
 
 def checked_options(attention: Attention) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _listed(choices: Iterable[str]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-# --------------------------------------------------------------------------------------------------------------- calls
+# Calls.
 
 
 def checked_call(
@@ -317,7 +317,7 @@ def _scale(attention: Attention, head_dim: int) -> float:
     return 1.0 / math.sqrt(head_dim) if attention.scale is None else attention.scale
 
 
-# -------------------------------------------------------------------------------------------------- shapes and dtypes
+# Shapes and dtypes.
 
 
 class Arrays:
@@ -634,7 +634,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-# -------------------------------------------------------------------------------------------------------------- memory
+# Memory.
 
 
 def check_writing(adopted: Adopted, outputs: Iterable[str]) -> None:
@@ -656,7 +656,7 @@ def check_writing(adopted: Adopted, outputs: Iterable[str]) -> None:
                 raise ValueError(refusal(adopted.function, name, f"overlaps `{other}`", accepted))
 
 
-# -------------------------------------------------------------------------------------------------------------- values
+# Values.
 
 
 def check_values(checked: Checked) -> None:
@@ -714,7 +714,7 @@ def _check_pages(function: str, table: np.ndarray, used: np.ndarray, *, pages: i
         raise ValueError(refusal(function, "block_table", given, f"0 to {pages - 1} is accepted there"))
 
 
-# --------------------------------------------------------------------------------------------------------- preprocess
+# Preprocess.
 
 
 def checked_preprocess(

@@ -204,7 +204,7 @@ def require_cupy(function: str) -> None:
         raise UnsupportedError(f"{function}: the data is on a GPU and {trouble}")
 
 
-# ----------------------------------------------------------------------------------------------------------- libraries
+# Libraries.
 
 
 class _Unreadable(Exception):

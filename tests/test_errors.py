@@ -21,7 +21,7 @@ B, NQ, NK, HQ, HKV, D, DV = 2, 5, 7, 4, 2, 8, 6
 PAGES, PAGE_SIZE, MAX_PAGES = 6, 4, 2
 
 
-# ----------------------------------------------------------------------------------------------- calls that are right
+# Calls that are right.
 
 
 def floats(*shape: int) -> np.ndarray:
@@ -147,7 +147,7 @@ def test_the_calls_below_are_right_until_they_are_changed(base: Callable[[], dic
     FUNCTIONS[base](**base())
 
 
-# ----------------------------------------------------------------------------- every array, wrong in every general way
+# Every array, wrong in every general way.
 
 
 def arrays_of(base: Callable[[], dict[str, Any]]) -> list[str]:
@@ -271,7 +271,7 @@ def test_outputs_need_a_unit_last_stride_and_elements_apart(base: Callable[[], d
         assert f"`{name}`" in refused(base, {name: shared}, ValueError)
 
 
-# ----------------------------------------------------------------------------------------------------- plain arguments
+# Plain arguments.
 
 Row = tuple[Callable[[], dict[str, Any]], str, Any, type[Exception], tuple[str, ...]]
 
@@ -419,7 +419,7 @@ def test_bad_values_are_refused_by_name_and_number(
         assert needle in message, f"{needle!r} is not in: {message}"
 
 
-# ----------------------------------------------------------------------------------------------- arguments in company
+# Arguments in company.
 
 TOGETHER: list[tuple[str, Callable[[], dict[str, Any]], dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ("6 heads over 4", dense_forward, {"q": floats(B, NQ, 6, D), "k": floats(B, NK, 4, D), "v": floats(B, NK, 4, DV),
@@ -479,7 +479,7 @@ def test_accumulation_in_half_precision_is_refused() -> None:
     assert np.all(call["dq"] == np.float16(POISON))
 
 
-# --------------------------------------------------------------------------------------------------------- overlapping
+# Overlapping.
 
 
 @arrays([(base, name) for base, name in WRITTEN if base in (dense_forward, dense_backward)])
@@ -535,7 +535,7 @@ def test_disjointness_is_never_claimed_wrongly() -> None:
     assert claims > 300
 
 
-# ----------------------------------------------------------------------------------------------------- what is accepted
+# What is accepted.
 
 
 def test_numpy_integers_are_ints_and_lists_are_pairs() -> None:
