@@ -17,7 +17,7 @@ import numpy as np
 from cupyflash import _interop
 from cupyflash._errors import refusal
 from cupyflash._interop import Adopted, has_unit_stride
-from cupyflash._overlap import are_apart, is_injective
+from cupyflash._overlap import are_apart, byte_range, is_injective
 from cupyflash._spec import Call, Features, Mask, Spec, View
 
 if TYPE_CHECKING:
@@ -248,6 +248,9 @@ def checked_call(
 def check_workspace(checked: Checked, needed: int) -> None:
     """The caller's workspace must hold what the plan needs."""
     view = checked.call.workspace
+    if view is not None and checked.adopted.backend == "cuda" and view.ptr % 16:
+        given = f"starts {view.ptr % 16} bytes past a multiple of 16"
+        raise ValueError(refusal(checked.call.function, "workspace", given, "a 16-byte aligned start is accepted"))
     if view is not None and view.shape[0] < needed:
         accepted = f"at least {needed} are needed for this call (workspace_size)"
         raise ValueError(refusal(checked.call.function, "workspace", f"has {view.shape[0]} bytes", accepted))
@@ -592,8 +595,8 @@ def _describe(
         dout_dtype=dtypes.dout,
         grad_dtype=dtypes.grad,
         accumulate=accumulate,
-        deterministic=attention.deterministic,
-        split=attention.num_splits > 1 or attention.split_len is not None,
+        deterministic=backward and attention.deterministic,
+        split=not backward and (attention.num_splits > 1 or attention.split_len is not None),
         allow_tf32=attention.allow_tf32,
         align=_alignment(arrays, outputs),
         size_class="short" if typical_k <= 128 else "decode" if typical_q <= 16 else "normal",
@@ -649,9 +652,13 @@ def check_writing(adopted: Adopted, outputs: Iterable[str]) -> None:
         if not is_injective(adopted.views[name]):
             given = f"has strides {list(adopted.views[name].strides)}, so that elements share memory"
             raise ValueError(refusal(adopted.function, name, given, "an array whose elements are apart is accepted"))
+    ranges = {name: byte_range(view) for name, view in adopted.views.items()} if outputs else {}
     for position, name in enumerate(outputs):
-        for other, view in adopted.views.items():
-            if other not in outputs[: position + 1] and not are_apart(adopted.views[name], view):
+        begin, end = ranges[name]
+        for other, (other_begin, other_end) in ranges.items():
+            if other in outputs[: position + 1] or end <= other_begin or other_end <= begin:
+                continue
+            if not are_apart(adopted.views[name], adopted.views[other]):
                 accepted = "outputs must share no memory with another array of the call"
                 raise ValueError(refusal(adopted.function, name, f"overlaps `{other}`", accepted))
 

@@ -211,6 +211,17 @@ class _Unreadable(Exception):
     """What is wrong with an array, without its name: the message continues '`q` ...'."""
 
 
+_ODD_STRIDES = "has strides that are no multiples of its element size"  # such inputs are copied
+
+
+def _in_elements(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
+    """Byte strides as element strides; None when they are no multiples (fields of records)."""
+    if not itemsize:
+        return strides
+    elements = tuple([stride // itemsize for stride in strides])
+    return elements if strides == tuple([stride * itemsize for stride in elements]) else None
+
+
 class _NumPy:
     kind = name = "numpy"
 
@@ -218,15 +229,13 @@ class _NumPy:
         return "cpu", 0
 
     def view(self, raw: np.ndarray) -> tuple[View, str]:
-        array = raw.view(np.ndarray)
+        array = raw if type(raw) is np.ndarray else raw.view(np.ndarray)
         why_not = "" if array.flags.writeable else "is read-only"
-        itemsize = array.itemsize or 1
-        if any(stride % itemsize for stride in array.strides):
-            array, why_not = array.copy(), "has strides that are no multiples of its element size"
-        strides = tuple(stride // itemsize for stride in array.strides)
-        return View(
-            array.__array_interface__["data"][0], array.shape, strides, _numpy_dtype_name(array.dtype), array
-        ), why_not
+        strides = _in_elements(array.strides, array.itemsize)
+        if strides is None:
+            return self.view(array.copy())[0], _ODD_STRIDES
+        ptr = array.__array_interface__["data"][0]
+        return View(ptr, array.shape, strides, _numpy_dtype_name(array.dtype), array), why_not
 
     def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> np.ndarray:
         return np.empty(shape, NUMPY_DTYPES[dtype])
@@ -312,13 +321,11 @@ class _CuPy:
         return "cuda", raw.device.id
 
     def view(self, raw: Any) -> tuple[View, str]:
-        itemsize = raw.itemsize or 1
-        if any(stride % itemsize for stride in raw.strides):
-            raw, why_not = raw.copy(), "has strides that are no multiples of its element size"
-        else:
-            why_not = ""
-        strides = tuple(stride // itemsize for stride in raw.strides)
-        return View(raw.data.ptr, raw.shape, strides, _numpy_dtype_name(raw.dtype), raw), why_not
+        strides = _in_elements(raw.strides, raw.itemsize)
+        if strides is None:
+            with raw.device:
+                return self.view(raw.copy())[0], _ODD_STRIDES
+        return View(raw.data.ptr, raw.shape, strides, _numpy_dtype_name(raw.dtype), raw), ""
 
     def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> Any:
         with self.cupy.cuda.Device(place[1]):

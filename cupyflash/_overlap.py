@@ -6,6 +6,14 @@ from cupyflash._interop import NUMPY_DTYPES
 from cupyflash._spec import View
 
 
+def byte_range(view: View) -> tuple[int, int]:
+    """First address, and the one after the last; empty for a view of no elements."""
+    if 0 in view.shape:
+        return 0, 0
+    begin, length = _reach(view, _steps(view), 0)
+    return begin, begin + length
+
+
 def is_injective(view: View) -> bool:
     """Whether no two elements share memory: each axis, from the smallest stride up, steps over all that is below it."""
     reach = 0
@@ -22,12 +30,10 @@ def are_apart(a: View, b: View) -> bool:
     The second finds the slices of one packed buffer: in [B, N, 3, H, D] the gradients of q, k and v have the same outer
     strides, and within one step of 3·H·D each keeps to its own third.
     """
-    if 0 in a.shape or 0 in b.shape:
+    (begin_a, end_a), (begin_b, end_b) = byte_range(a), byte_range(b)
+    if end_a <= begin_b or end_b <= begin_a:
         return True
     steps_a, steps_b = _steps(a), _steps(b)
-    (low_a, length_a), (low_b, length_b) = _reach(a, steps_a, 0), _reach(b, steps_b, 0)
-    if low_a + length_a <= low_b or low_b + length_b <= low_a:
-        return True
     for period in {abs(step) for step, _ in steps_a + steps_b if step}:
         (low_a, length_a), (low_b, length_b) = _reach(a, steps_a, period), _reach(b, steps_b, period)
         gap = (low_b - low_a) % period

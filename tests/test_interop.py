@@ -142,8 +142,8 @@ def test_torch_strides_are_read_in_place(torch: Any, rng: Random) -> None:
     arrays = problem(rng, ml_dtypes.bfloat16)
     q, k, v, dout = (to_torch(torch, array) for array in arrays)
     wide = dout[:1, :1].expand(dout.shape)
-    transposed = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (q, k, v)]
-    out, lse, *grads = (from_torch(torch, tensor) for tensor in run(*transposed, wide))
+    q, k, v = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (q, k, v))
+    out, lse, *grads = (from_torch(torch, tensor) for tensor in run(q, k, v, wide))
     check_forward(out, lse, *arrays[:3])
     check_backward(tuple(grads), *arrays[:3], np.broadcast_to(arrays[3][:1, :1], arrays[3].shape))
 
@@ -233,10 +233,10 @@ class ForeignWithNamespace(Foreign):
 
 def test_unknown_producers_get_numpy_arrays(rng: Random) -> None:
     arrays = problem(rng)
-    moved = [Foreign(in_other_memory(array)["reversed"]) for array in arrays]
-    out, lse = cf.attn_fwd(*moved[:3])
+    q, k, v, dout = (Foreign(in_other_memory(array)["reversed"]) for array in arrays)
+    out, lse = cf.attn_fwd(q, k, v)
     assert type(out) is np.ndarray
-    grads = cf.attn_bwd(*moved[:3], Foreign(out), Foreign(lse), moved[3])
+    grads = cf.attn_bwd(q, k, v, Foreign(out), Foreign(lse), dout)
     assert_same_bits((out, lse, *grads), run(*arrays))
 
 
