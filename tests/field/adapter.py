@@ -33,11 +33,14 @@ class Adapter:
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
-        self.torch: Any = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
         self.gpu = backend == "cupy" or (backend == "torch" and self.torch.cuda.is_available())
         self.xp: Any = importlib.import_module("cupy") if self.gpu else np
         self.refusals: dict[str, str] = {}  # feature → why it is not there, in the backend's own words
         self.answers: dict[str, bool] = {}
+
+    @property
+    def torch(self) -> Any:
+        return importlib.import_module("torch")
 
     # ------------------------------------------------------------------ what there is
 
@@ -57,7 +60,10 @@ class Adapter:
             return self.gpu
         if name == "graphs":
             return self.backend == "cupy"
-        return name in ("dlpack", "foreign:torch_grad", "foreign:torch_bf16") and self.torch is not None
+        return (
+            name in ("dlpack", "foreign:torch_grad", "foreign:torch_bf16")
+            and importlib.util.find_spec("torch") is not None
+        )
 
     def _serves(self, name: str) -> bool:
         """Whether the backend has a plan for a call with this feature, or refuses it as unsupported."""
@@ -125,7 +131,7 @@ class Adapter:
 
     def _take(self, x: Any) -> Any:
         """The reverse of `_give`; also of tensors that a case passed in itself."""
-        if self.torch is None or not isinstance(x, self.torch.Tensor):
+        if "torch" not in sys.modules or not isinstance(x, self.torch.Tensor):
             return x
         if x.is_cuda:
             return self.xp.from_dlpack(x)
