@@ -12,6 +12,7 @@
 // Barriers  a: the stage's q, dout and stats are there (and the other stage is free); b: p and ds are written; then a again.
 #include "attn/mask.cuh"
 #include "attn/scores.cuh"
+#include "attn/softmax.cuh"
 #include "ptx/reduce.cuh"
 #include "tile/load.cuh"
 #include "tile/matmul.cuh"
@@ -29,6 +30,7 @@ constexpr int kKeyNV = kHeadDimV / (kWarps / kKeyWarps) / 8;
 constexpr int kQueryM = kQueryTile / kQueryWarps / 16;
 constexpr int kQueryN = kHeadDim / (kWarps / kQueryWarps) / 8;
 static_assert(kScoreM * 16 * kScoreWarps == kQueryTile && kScoreN * 8 * (kWarps / kScoreWarps) == kKeyTile);
+static_assert(kQueryTile <= kThreads, "a thread watches over one row's statistics");
 static_assert(kKeyM * 16 * kKeyWarps == kKeyTile && kQueryM * 16 * kQueryWarps == kQueryTile);
 
 struct Stage {
@@ -82,6 +84,7 @@ bwd_generic(const __grid_constant__ cf::BwdParams params) {
   const int first_query = queries.begin / kQueryTile * kQueryTile;
   const int end_head = (work.head + 1) * group;
 
+  bool has_empty_row = false;  // of the stage under way, in this thread's row
   // Queries outside the keys' visible range are not even read: a NaN there can reach no key of this block.
   const auto load_stage = [&](Stage& stage, int head, int query) {
     cta::load_rows<kThreads, kCopyBytes>(stage.q, attn::rows<Element>(params.q, seq, seq.q_begin, head, query),
@@ -89,8 +92,11 @@ bwd_generic(const __grid_constant__ cf::BwdParams params) {
     cta::load_rows<kThreads, kCopyBytes>(stage.dout, attn::rows<Element>(params.dout, seq, seq.q_begin, head, query),
                                          params.dout.stride_n, queries.begin - query, queries.end - query, problem.head_dim_v);
     const float2* stats = params.stats + head * padded_rows + padded_begin + query;
-    for (int row = threadIdx.x; row < kQueryTile; row += kThreads)
-      ptx::cp_async<8>(ptx::shared_address(stage.stats + row), stats + row, 8);
+    has_empty_row = false;
+    if (threadIdx.x < kQueryTile) {
+      ptx::cp_async<8>(ptx::shared_address(stage.stats + threadIdx.x), stats + threadIdx.x, 8);
+      has_empty_row = stats[threadIdx.x].x == kInfinity;
+    }
     ptx::cp_async_commit();
   };
 
@@ -110,45 +116,42 @@ bwd_generic(const __grid_constant__ cf::BwdParams params) {
     const int next_head = head + is_last_tile, next_query = is_last_tile ? first_query : query + kQueryTile;
     has_more = next_head < end_head;
     ptx::cp_async_wait<0>();
-    __syncthreads();  // a
-    if (kStages > 1 && has_more) load_stage(smem.stages[stage_number], next_head, next_query);
-
-    // An empty row's dout is not used: were it a NaN, 0 times it would reach dv.
-    bool has_empty = false;
-    for (int row = threadIdx.x; row < kQueryTile; row += kThreads) has_empty |= stage.stats[row].x == kInfinity;
-    if (__syncthreads_or(has_empty)) {
+    // a. An empty row's dout is not used: were it a NaN, 0 times it would reach dv.
+    if (__syncthreads_or(has_empty_row)) {
       for (int i = threadIdx.x; i < kQueryTile * kHeadDimV; i += kThreads)
         if (stage.stats[i / kHeadDimV].x == kInfinity) *stage.dout.at(i / kHeadDimV, i % kHeadDimV) = Element(0.0f);
       __syncthreads();
     }
+    if (kStages > 1 && has_more) load_stage(smem.stages[stage_number], next_head, next_query);
 
     warp::Fragment<kScoreM, kScoreN> s, dp;
     s.zero();
     dp.zero();
     warp::matmul<Major::K, Major::K, kHeadDim>(s, stage.q, score_row, smem.k, score_col);
 
-    const Change change(params.scores, seq, head);
-    const bool is_full = band.is_full(query + score_row, kScoreM * 16, key_begin + score_col, kScoreN * 8);
+    const bool is_full = attn::apply<Change, kIsMasked>(Change(params.scores, seq, head), band, query + score_row,
+                                                        key_begin + score_col, s, kHasSoftcap ? &dp : static_cast<decltype(&dp)>(nullptr));
 #pragma unroll
     for (int m = 0; m < kScoreM; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = score_row + 16 * m + warp::fragment_row(2 * half);
-        const float lse = stage.stats[row].x;
+        const float lse = stage.stats[score_row + 16 * m + warp::fragment_row(2 * half)].x;
         // Beyond 2^14 an FP32 LSE is coarser than 2^-10: a positive exponent is then rounding, and P is at most 1.
-        const float top = lse > 16384.0f || lse < -16384.0f ? 0.0f : kInfinity;
+        const bool is_coarse = fabsf(lse) > attn::kLargeExponent && lse != kInfinity;
+        if (__any_sync(kFullWarp, is_coarse)) {
 #pragma unroll
-        for (int n = 0; n < kScoreN; ++n)
+          for (int n = 0; n < kScoreN; ++n)
 #pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            const int key = key_begin + score_col + 8 * n + warp::fragment_col(i);
-            float derivative;
-            const float x = change.apply(s.x[m][n][i], query + row, key, derivative);
-            const bool is_visible = is_full || band.is_visible(query + row, key);
-            const float p = is_visible ? ptx::exp2(ptx::min_nan(fmaf(x, params.scores.fold, -lse), top)) : 0.0f;
-            s.x[m][n][i] = p;
-            if constexpr (kHasSoftcap) dp.x[m][n][i] = derivative;
-          }
+            for (int i = 2 * half; i < 2 * half + 2; ++i) {
+              const float exponent = fmaf(s.x[m][n][i], params.scores.fold, -lse);
+              s.x[m][n][i] = ptx::exp2(is_coarse ? ptx::min_nan(exponent, 0.0f) : exponent);
+            }
+        } else {
+#pragma unroll
+          for (int n = 0; n < kScoreN; ++n)
+#pragma unroll
+            for (int i = 2 * half; i < 2 * half + 2; ++i) s.x[m][n][i] = ptx::exp2(fmaf(s.x[m][n][i], params.scores.fold, -lse));
+        }
       }
     warp::store_shared(smem.p, score_row, score_col, s);
     if constexpr (kHasSoftcap) {  // ds = p (dp - D) (1 - t^2): the last factor joins p once p itself is stored
@@ -170,11 +173,16 @@ bwd_generic(const __grid_constant__ cf::BwdParams params) {
 #pragma unroll
         for (int n = 0; n < kScoreN; ++n)
 #pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            const float p = s.x[m][n][i];
-            dp.x[m][n][i] = p == 0.0f ? 0.0f : p * (dp.x[m][n][i] - delta);  // selected: 0 where masked, whatever dp holds
-          }
+          for (int i = 2 * half; i < 2 * half + 2; ++i) dp.x[m][n][i] = s.x[m][n][i] * (dp.x[m][n][i] - delta);
       }
+    if (!is_full) {  // selected, not multiplied: 0 where masked, whatever dp and D hold
+#pragma unroll
+      for (int m = 0; m < kScoreM; ++m)
+#pragma unroll
+        for (int n = 0; n < kScoreN; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) dp.x[m][n][i] = s.x[m][n][i] == 0.0f ? 0.0f : dp.x[m][n][i];
+    }
     warp::store_shared(smem.ds, score_row, score_col, dp);
     __syncthreads();  // b
 

@@ -118,21 +118,8 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
     __syncthreads();  // v(tile) is there, and everyone is done with k(tile)
     if (tile > first_tile) load_k(tile - 1);
 
-    const int query = query_begin + warp_row, key = tile * kKeyTile;
-    const bool is_full = band.is_full(query, kWarpRows, key, kKeyTile);
-    if (!Change::kIsRaw || kIsScaleNegative || !is_full) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int n = 0; n < kKeyTile / 8; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int row = query + 16 * m + warp::fragment_row(i), col = key + 8 * n + warp::fragment_col(i);
-            float derivative;
-            const float x = change.apply(s.x[m][n][i], row, col, derivative);
-            s.x[m][n][i] = is_full || band.is_visible(row, col) ? x : -kInfinity;
-          }
-    }
+    attn::apply<Change, kIsMasked>(change, band, query_begin + warp_row, tile * kKeyTile, s,
+                                   static_cast<SFragment*>(nullptr));
     softmax.update(s, out, params.scores.fold);
 
     multiply_values(out, s, smem, warp_row);

@@ -93,7 +93,7 @@ def preprocess(call: Call) -> None:
             raise UnsupportedError(f"{call.function}: `{name}` is {view.dtype}; {', '.join(ITEM_BYTES)} are accepted on the GPU.")
     _plan.refuse_sizes(call)
     heads, dim = out.shape[2], out.shape[3]
-    constants = BwdPreprocess("float32", out.dtype, dout.dtype, head_dim=_plan.HEAD_DIMS[0], query_tile=_ROW_PAD)
+    constants = BwdPreprocess("float32", out.dtype, dout.dtype, _plan.HEAD_DIMS[0], _ROW_PAD, copy_bytes=1)
     plan = Plan(constants, _device.of(call.device).arch, "delta alone")
     where = (*(0,) * 9, call.batch, call.len_q, 0, heads, heads, dim, dim, tiles_of(call.len_q, _ROW_PAD, call), 0, 0, 0, 0)
     _run_preprocess(plan, call, where, _blocks(call, call.len_q, _ROW_PAD, heads), call.delta, 0, 0, 0)

@@ -47,6 +47,7 @@ class BwdPreprocess:
     dout_element: str
     head_dim: int
     query_tile: int
+    copy_bytes: int
     warps: int = 8
 
     @property

@@ -150,7 +150,7 @@ def legal_backward(spec: Spec, device: Device) -> Iterator[BackwardPlan]:
             continue
         query_tile = constants.query_tile
         yield BackwardPlan(
-            Plan(BwdPreprocess(spec.dtype, spec.out_dtype, spec.dout_dtype, head_dim, query_tile), device.arch, "delta, and dq zeroed"),
+            Plan(BwdPreprocess(spec.dtype, spec.out_dtype, spec.dout_dtype, head_dim, query_tile, spec.align), device.arch, "delta, and dq zeroed"),
             Plan(constants, device.arch, f"row {rank} of the tile table: the first whose tiles fit {device.smem_bytes} bytes"),
             Plan(BwdFinish(spec.grad_dtype, head_dim, query_tile, constants.copy_bytes, spec.accumulate), device.arch, "dq to its type"),
         )

@@ -29,7 +29,7 @@ class BwdTile(NamedTuple):
 # FlashAttention-2's shapes as a start (its launch templates, read 2026-08). Not yet swept on a device.
 FWD_16BIT: dict[int, list[FwdTile]] = {
     32: [FwdTile(128, 64, 4, 2)],
-    64: [FwdTile(128, 64, 4, 2)],
+    64: [FwdTile(128, 128, 4, 2)],
     96: [FwdTile(128, 64, 4, 2)],
     128: [FwdTile(128, 64, 4, 2), FwdTile(128, 32, 4, 1)],
     192: [FwdTile(128, 64, 8, 1), FwdTile(64, 64, 4, 1)],
@@ -45,11 +45,11 @@ FWD_32BIT: dict[int, list[FwdTile]] = {
 }
 BWD_16BIT: dict[int, list[BwdTile]] = {
     32: [BwdTile(64, 128, 2, 8, 2, 4, 4, 1)],
-    64: [BwdTile(64, 128, 2, 8, 2, 4, 4, 1)],
+    64: [BwdTile(128, 128, 2, 8, 4, 4, 4, 1), BwdTile(64, 128, 1, 8, 2, 4, 4, 1)],
     96: [BwdTile(64, 128, 2, 8, 2, 4, 4, 1), BwdTile(64, 64, 2, 8, 2, 4, 4, 1)],
-    128: [BwdTile(64, 128, 2, 8, 2, 4, 4, 1), BwdTile(64, 64, 1, 8, 2, 4, 4, 1)],
+    128: [BwdTile(64, 128, 2, 8, 2, 4, 2, 1), BwdTile(64, 64, 1, 8, 2, 4, 4, 1)],
     192: [BwdTile(64, 64, 1, 8, 2, 4, 4, 1), BwdTile(64, 32, 1, 8, 4, 2, 4, 1)],
-    256: [BwdTile(64, 64, 1, 8, 2, 4, 4, 1), BwdTile(32, 32, 1, 4, 2, 2, 2, 1)],
+    256: [BwdTile(64, 64, 1, 8, 2, 4, 2, 1), BwdTile(32, 32, 1, 4, 2, 2, 2, 1)],
 }
 BWD_32BIT: dict[int, list[BwdTile]] = {
     32: [BwdTile(64, 64, 1, 8, 4, 4, 4, 1)],

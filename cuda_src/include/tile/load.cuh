@@ -12,13 +12,21 @@ __device__ __forceinline__ void load_rows(Tile& tile, const typename Tile::Type*
   using T = typename Tile::Type;
   constexpr int kRowStep = min_of(kThreads / Tile::kChunks, Tile::kRows);  // a thread keeps its column; a few may idle
   const int first_row = threadIdx.x / Tile::kChunks, col = threadIdx.x % Tile::kChunks * Tile::kChunk;
-  if (first_row >= kRowStep) return;
-  const int in_row = clamp(cols - col, 0, Tile::kChunk);  // elements
+  if (kThreads % Tile::kChunks != 0 && first_row >= kRowStep) return;
   const T* src = gmem + first_row * row_stride + col;
+
+  if (kCopyBytes == 16 && begin <= 0 && end >= Tile::kRows && cols >= Tile::kCols) {  // a whole tile: nothing to ask
 #pragma unroll
-  for (int step = 0; step < ceil_div(Tile::kRows, kRowStep); ++step, src += kRowStep * row_stride) {
-    const int row = first_row + step * kRowStep;
-    if (Tile::kRows % kRowStep != 0 && row >= Tile::kRows) break;
+    for (int step = 0; step < ceil_div(Tile::kRows, kRowStep); ++step, src += kRowStep * row_stride) {
+      const int row = first_row + step * kRowStep;
+      if (Tile::kRows % kRowStep != 0 && row >= Tile::kRows) break;
+      ptx::cp_async<16>(ptx::shared_address(tile.at(row, col)), src);
+    }
+    return;
+  }
+  const int in_row = clamp(cols - col, 0, Tile::kChunk);  // elements
+#pragma unroll 1
+  for (int row = first_row; row < Tile::kRows; row += kRowStep, src += kRowStep * row_stride) {
     const int valid = row >= begin && row < end ? in_row : 0;
     T* dst = tile.at(row, col);
     if constexpr (kCopyBytes >= 4) {

@@ -61,22 +61,29 @@ __device__ __forceinline__ void matmul(Fragment<kM, kN>& acc, const TileA& a_sme
     static_assert(kK % 16 == 0 && kN % 2 == 0);
     const Operand<kMajorA, true, TileA> a_blocks(a_smem, m0);
     const Operand<kMajorB, false, TileB> b_blocks(b_smem, n0);
+    constexpr int kPairs = kN / 2;
+    // Each block is asked for one step before its use, so that ldmatrix runs behind the products.
+    uint32 a[2][kM][4], b[2][4];
 #pragma unroll
-    for (int k = 0; k < kK; k += 16) {
-      uint32 a[kM][4];
+    for (int m = 0; m < kM; ++m) a_blocks.load(a[0][m], 16 * m, 0);
+    b_blocks.load(b[0], 0, 0);
 #pragma unroll
-      for (int m = 0; m < kM; ++m) a_blocks.load(a[m], 16 * m, k);
+    for (int k = 0; k < kK / 16; ++k)
 #pragma unroll
-      for (int n = 0; n < kN; n += 2) {
-        uint32 b[4];
-        b_blocks.load(b, 8 * n, k);
+      for (int n = 0; n < kPairs; ++n) {
+        const int now = (k * kPairs + n) % 2;
+        const bool is_last = n + 1 == kPairs;
+        if (!is_last || k + 1 < kK / 16) b_blocks.load(b[1 - now], is_last ? 0 : 16 * (n + 1), is_last ? 16 * (k + 1) : 16 * k);
+        if (is_last && k + 1 < kK / 16) {
+#pragma unroll
+          for (int m = 0; m < kM; ++m) a_blocks.load(a[(k + 1) % 2][m], 16 * m, 16 * (k + 1));
+        }
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
-          ptx::mma_m16n8k16<T>(acc.x[m][n], a[m], b[0], b[1]);
-          ptx::mma_m16n8k16<T>(acc.x[m][n + 1], a[m], b[2], b[3]);
+          ptx::mma_m16n8k16<T>(acc.x[m][2 * n], a[k % 2][m], b[now][0], b[now][1]);
+          ptx::mma_m16n8k16<T>(acc.x[m][2 * n + 1], a[k % 2][m], b[now][2], b[now][3]);
         }
       }
-    }
   } else {
 #pragma unroll 1
     for (int k = 0; k < kK; k += 4) {
