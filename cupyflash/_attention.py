@@ -30,19 +30,19 @@ class AttnGrads(tuple):
 
 
 # One class per set of fields, by name in this module, so that results can be pickled.
-class AttnGradsPlain(namedtuple("AttnGrads", "dq dk dv"), AttnGrads):  # type: ignore[misc]
+class AttnGradsPlain(namedtuple("AttnGrads", "dq dk dv"), AttnGrads):
     __slots__ = ()
 
 
-class AttnGradsBias(namedtuple("AttnGrads", "dq dk dv dbias"), AttnGrads):  # type: ignore[misc]
+class AttnGradsBias(namedtuple("AttnGrads", "dq dk dv dbias"), AttnGrads):
     __slots__ = ()
 
 
-class AttnGradsSink(namedtuple("AttnGrads", "dq dk dv dsink"), AttnGrads):  # type: ignore[misc]
+class AttnGradsSink(namedtuple("AttnGrads", "dq dk dv dsink"), AttnGrads):
     __slots__ = ()
 
 
-class AttnGradsBiasSink(namedtuple("AttnGrads", "dq dk dv dbias dsink"), AttnGrads):  # type: ignore[misc]
+class AttnGradsBiasSink(namedtuple("AttnGrads", "dq dk dv dbias dsink"), AttnGrads):
     __slots__ = ()
 
 

@@ -46,7 +46,7 @@ _PER_ROW = ("lse", "delta", "dlse")
 _ORDER = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "thd": (None, 0, 1, 2)}
 
 _FORWARD_OUTPUTS = ("out", "lse")
-_BACKWARD_OUTPUTS = ("dq", "dk", "dv", "dbias", "dsink")
+_GRADIENT_OF = {"dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "dsink": "sink"}
 _ALIGNED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _INT_OR_ARRAY = {
     "q_start": (-POSITION_LIMIT, POSITION_LIMIT, "an int or an int32 array [B]"),
@@ -215,7 +215,7 @@ def checked_call(
         given = f"is None while `dropout_p` is {attention.dropout_p}"
         raise ValueError(refusal(function, "seed", given, f"{_INT_OR_ARRAY['seed'][2]} is accepted"))
     adopted = _interop.adopt(function, arrays)
-    outputs = _BACKWARD_OUTPUTS if backward else _FORWARD_OUTPUTS
+    outputs = _GRADIENT_OF if backward else _FORWARD_OUTPUTS
     judged = _judge(
         function,
         attention,
@@ -385,7 +385,7 @@ def _judge(
     _check_company(arrays)
     _check_shapes(arrays)
     dtypes = _check_dtypes(arrays, attention, backward, accumulate)
-    outputs = _check_outputs(arrays, dtypes, backward)
+    outputs = _check_outputs(arrays, dtypes)
     return _describe(arrays, attention, dtypes, outputs, backward, accumulate, max_seqlen_q, max_seqlen_k)
 
 
@@ -492,10 +492,8 @@ def _len_k(arrays: Arrays) -> int:
 class _Dtypes:
     out: str
     dout: str | None
-    lse: str
     grad: str | None
-    bias: str | None  # of dbias
-    sink: str | None
+    results: dict[str, str]  # of everything that the call writes
 
 
 def _check_dtypes(arrays: Arrays, attention: Attention, backward: bool, accumulate: bool) -> _Dtypes:
@@ -517,46 +515,42 @@ def _check_dtypes(arrays: Arrays, attention: Attention, backward: bool, accumula
     if not backward:
         out = attention.out_dtype or dtype
         arrays.check_dtype("out", (out,), f" ({'out_dtype' if attention.out_dtype else 'as in `q`'})")
-        return _Dtypes(out, None, rows, None, None, None)
-    cotangents = tuple(dict.fromkeys((dtype, "float32")))
+        return _Dtypes(out, None, None, {"out": out, "lse": rows})
     for name in ("out", "dout"):
-        arrays.check_dtype(name, cotangents, f" with {dtype} inputs")
-    grad = attention.grad_dtype or dtype
-    bias = attention.grad_dtype or arrays["bias"].dtype if "bias" in arrays else None
-    sink = arrays["sink"].dtype if "sink" in arrays else None
-    for name, want in (("dq", grad), ("dk", grad), ("dv", grad), ("dbias", bias), ("dsink", sink)):
-        if name not in arrays or want is None:
-            continue
-        if accumulate and want not in ("float32", "float64"):
-            given = f"is {arrays[name].dtype}, which loses what is added with accumulate=True"
-            accepted = "float32 or float64 is accepted (grad_dtype='float32')"
-            raise TypeError(refusal(arrays.function, name, given, accepted))
-        arrays.check_dtype(name, (want,), f" ({'grad_dtype' if attention.grad_dtype else 'its input has it'})")
+        arrays.check_dtype(name, tuple(dict.fromkeys((dtype, "float32"))), f" with {dtype} inputs")
     out = arrays["out"].dtype if "out" in arrays else attention.out_dtype or dtype
     dout = arrays["dout"].dtype if "dout" in arrays else out
-    return _Dtypes(out, dout, rows, grad, bias, sink)
+    grad = attention.grad_dtype or dtype
+    results = {"dq": grad, "dk": grad, "dv": grad}
+    if "bias" in arrays:
+        results["dbias"] = attention.grad_dtype or arrays["bias"].dtype
+    if "sink" in arrays:
+        results["dsink"] = rows
+    for name, want in results.items():
+        if accumulate and want not in ("float32", "float64"):
+            given = f"is {want}, which loses what is added with accumulate=True"
+            accepted = "float32 or float64 is accepted (grad_dtype='float32')"
+            raise TypeError(refusal(arrays.function, name, given, accepted))
+        arrays.check_dtype(name, (want,), f" ({'grad_dtype' if attention.grad_dtype else 'as in its input'})")
+    return _Dtypes(out, dout, grad, results)
 
 
-def _check_outputs(arrays: Arrays, dtypes: _Dtypes, backward: bool) -> dict[str, tuple[tuple[int, ...], str]]:
+def _check_outputs(arrays: Arrays, dtypes: _Dtypes) -> dict[str, tuple[tuple[int, ...], str]]:
     """Given outputs must be writable as they lie; returns shape and dtype of all."""
     query, _, row = AXES[arrays.layout]
-    if backward:
-        outputs = {
-            name: (arrays[source].shape, dtypes.grad) for name, source in (("dq", "q"), ("dk", "k"), ("dv", "v"))
-        }
-        if "bias" in arrays:
-            outputs["dbias"] = arrays["bias"].shape, dtypes.bias
-        if "sink" in arrays:
-            outputs["dsink"] = arrays["sink"].shape, dtypes.sink
-    else:
-        out_shape = tuple(arrays.sizes[size] for size in query.format("Dv").split())
-        lse_shape = tuple(arrays.sizes[size] for size in row.split())
-        outputs = {"out": (out_shape, dtypes.out), "lse": (lse_shape, dtypes.lse)}
-    for name in (*outputs, "workspace"):
+    for name in (*dtypes.results, "workspace"):
         if name in arrays and not has_unit_stride(arrays[name].shape, arrays[name].strides):
             given = f"has stride {arrays[name].strides[-1]} along its last axis"
             raise ValueError(refusal(arrays.function, name, given, "stride 1 is accepted there"))
-    return outputs  # type: ignore[return-value]
+    outputs = {}
+    for name, dtype in dtypes.results.items():
+        if name in _GRADIENT_OF:
+            shape = arrays[_GRADIENT_OF[name]].shape
+        else:
+            axes = row if name == "lse" else query.format("Dv")
+            shape = tuple(arrays.sizes[size] for size in axes.split())
+        outputs[name] = shape, dtype
+    return outputs
 
 
 def _describe(
@@ -575,6 +569,7 @@ def _describe(
     typical_k = len_k if max_seqlen_k is None or not is_packed else max_seqlen_k
     is_masked = bool(attention.causal) or attention.window is not None
     written = set(outputs) | {"workspace"}
+    # Options of the other direction only are left out, so that no backend refuses a call for what it will not do.
     spec = Spec(
         dtype=arrays["q"].dtype,
         heads_q=sizes["Hq"],

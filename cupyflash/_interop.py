@@ -173,7 +173,7 @@ def backend(adopted: Adopted) -> Any:
         from cupyflash import _cpu
 
         return _cpu
-    from cupyflash import _cuda  # type: ignore[attr-defined]
+    from cupyflash import _cuda
 
     return _cuda
 
@@ -418,7 +418,7 @@ def _find_library(function: str, name: str, raw: Any) -> _Library:
         return _NumPy()
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(raw, getattr(torch, "Tensor", ())):
-        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # type: ignore[attr-defined]
+        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             given = f"is a {kind.__name__}, whose memory only torch may read"
             raise TypeError(refusal(function, name, given, "plain torch tensors are accepted"))
         return _Torch(torch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,13 @@ def test_delta_stands_for_out_and_dlse(rng: np.random.Generator) -> None:
     delta = cf.attn_bwd_preprocess(out, dout, dlse)
     grads = cf.attn_bwd(q, k, v, None, lse, dout, delta=delta)
     check_backward(grads, q, k, v, dout, dlse=dlse)
+
+
+@pytest.mark.parametrize("module", ["_api", "_attention", "_merge"])
+def test_the_examples_in_docstrings_run(module: str) -> None:
+    ran = doctest.testmod(importlib.import_module(f"cupyflash.{module}"))
+    assert ran.attempted > 0
+    assert ran.failed == 0
 
 
 def test_a_wrong_call_says_what_is_wrong() -> None:
