@@ -233,13 +233,7 @@ class PreparedCall:
         made = {name: adopted.empty(shape, dtype) for name, (shape, dtype) in checked.outputs.items()}
         for name, view in made.items():
             checked.place(name, view)
-        views = adopted.views | made
-        if backward:
-            names = [name for name in ("dq", "dk", "dv", "dbias", "dsink") if name in views]
-            kind = _GRADS["dbias" in views, "dsink" in views]
-        else:
-            names, kind = ["out", "lse"], AttnOutput
-        self.results = kind(*(adopted.give(views[name]) for name in names))
+        self.views = adopted.views | made
 
     def __call__(self) -> Any:
         """Run once more: on the stream that is current now, with values looked at again where they were before."""
@@ -249,12 +243,17 @@ class PreparedCall:
         return self.run()
 
     def run(self) -> Any:
+        """Compute; the outputs in the caller's kind."""
         checked = self.checked
         for name in checked.copies:
             checked.place(name, _interop.require_unit_stride(checked.adopted, name))
         compute = self.backend.backward if checked.backward else self.backend.forward
         compute(checked.spec, checked.call, self.plan)
-        return self.results
+        views, give = self.views, checked.adopted.give
+        if not checked.backward:
+            return AttnOutput(give(views["out"]), give(views["lse"]))
+        kind = _GRADS["dbias" in views, "dsink" in views]
+        return kind(*(give(views[name]) for name in kind._fields))
 
     def __repr__(self) -> str:
         return f"PreparedCall({'backward' if self.checked.backward else 'forward'}, {self.plan!r})"

@@ -132,7 +132,7 @@ def checked_options(attention: Attention) -> dict[str, Any]:
 def one_of(function: str, name: str, value: Any, accepted: tuple[Any, ...]) -> Any:
     value = bool(value) if isinstance(value, np.bool_) else value
     for choice in accepted:
-        if type(value) is type(choice) and value == choice:
+        if isinstance(value, type(choice)) and value == choice:
             return choice
     raise ValueError(refusal(function, name, f"is {value!r}", f"{_listed(map(repr, accepted))} is accepted"))
 

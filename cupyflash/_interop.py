@@ -57,7 +57,8 @@ class Adopted:
     views: dict[str, View] = field(default_factory=dict)  # in the caller's own axis order
     unwritable: dict[str, str] = field(default_factory=dict)  # name: why nothing may be written there
     like: Any = None
-    _raw: dict[int, tuple[View, Any]] = field(default_factory=dict)  # by id(view); holding the view keeps the id
+    _given: dict[int, tuple[View, Any]] = field(default_factory=dict)  # by id(view); holding the view keeps the id
+    _made: dict[int, tuple[View, Any]] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -75,12 +76,17 @@ class Adopted:
         """A C-contiguous array of the caller's library on its device and current stream."""
         raw = self.library.empty(shape, dtype, self.place)
         view, _ = self.library.view(raw)
-        self._raw[id(view)] = view, self.library.give(raw, self.like)
+        self._made[id(view)] = view, raw
         return view
 
     def give(self, view: View) -> Any:
-        """The caller's kind of array for a View that `empty` made, or the very array the caller passed."""
-        return self._raw[id(view)][1]
+        """The very array the caller passed, or the caller's kind of array for a View that `empty` made.
+
+        To be asked for after the work is queued: an export through DLPack waits for what its stream holds by then.
+        """
+        if id(view) in self._given:
+            return self._given[id(view)][1]
+        return self.library.give(self._made[id(view)][1], self.like)
 
     def host(self, name: str) -> np.ndarray:
         """The values on the host; on a GPU this waits for the stream."""
@@ -121,9 +127,9 @@ def adopt(function: str, arrays: dict[str, Any]) -> Adopted:
         try:
             view, why_not = adopted.library.view(raw)
         except _Unreadable as error:
-            raise TypeError(refusal(function, name, str(error), ACCEPTED_ARRAYS)) from error.__cause__
+            raise TypeError(refusal(function, name, error.given, error.accepted, error.advice)) from error.__cause__
         adopted.views[name] = view
-        adopted._raw[id(view)] = view, raw
+        adopted._given[id(view)] = view, raw
         if why_not:
             adopted.unwritable[name] = why_not
     if adopted.backend == "cuda":
@@ -207,8 +213,13 @@ def require_cupy(function: str) -> None:
 # Libraries.
 
 
+@dataclass
 class _Unreadable(Exception):
-    """What is wrong with an array, without its name: the message continues '`q` ...'."""
+    """What is wrong with an array, for a message that knows its name."""
+
+    given: str
+    accepted: str = ACCEPTED_ARRAYS
+    advice: str = ""
 
 
 _ODD_STRIDES = "has strides that are no multiples of its element size"  # such inputs are copied
@@ -270,8 +281,9 @@ class _Torch:
         if raw.requires_grad:
             if torch.is_grad_enabled():
                 raise _Unreadable(
-                    "requires grad while grad mode is on, and this function records no graph (pass its .detach(), or "
-                    "call under torch.no_grad() or inside an autograd.Function)"
+                    "requires grad while grad mode is on, and this function records no graph",
+                    "a tensor without grad is accepted",
+                    "Pass its .detach(), or call under torch.no_grad() or inside an autograd.Function.",
                 )
             raw = raw.detach()
         why_not = ""

@@ -228,7 +228,8 @@ class ForeignWithNamespace(Foreign):
     """The same from a library that follows the array API standard."""
 
     def __array_namespace__(self, api_version: str | None = None) -> Any:
-        return SimpleNamespace(from_dlpack=lambda array: ForeignWithNamespace(np.from_dlpack(array)))
+        # The copy stands for a GPU, where an export is ordered after the work that is queued by then and no later.
+        return SimpleNamespace(from_dlpack=lambda array: ForeignWithNamespace(np.from_dlpack(array).copy()))
 
 
 def test_unknown_producers_get_numpy_arrays(rng: Random) -> None:
