@@ -161,8 +161,8 @@ def broadcast(view: View, shape: tuple[int, ...]) -> View:
 
 
 def has_unit_stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether a kernel can read the last axis as it lies (an axis of one has no stride to speak of)."""
-    return not shape or shape[-1] <= 1 or strides[-1] == 1
+    """Whether a kernel can read the last axis as it lies; an axis of one, or of no elements, has no stride to speak of."""
+    return not shape or shape[-1] <= 1 or strides[-1] == 1 or 0 in shape
 
 
 def require_unit_stride(adopted: Adopted, name: str) -> View:

@@ -538,6 +538,15 @@ def test_disjointness_is_never_claimed_wrongly() -> None:
 # What is accepted.
 
 
+@pytest.mark.parametrize(
+    "empty", [{"q": (0, NQ, HQ, D), "k": (0, NK, HKV, D)}, {"q": (B, 0, HQ, D), "k": (B, NK, HKV, D)}]
+)
+def test_outputs_without_elements_may_have_any_strides(empty: dict[str, tuple[int, ...]]) -> None:
+    q, k = floats(*empty["q"]), floats(*empty["k"])
+    out = np.lib.stride_tricks.as_strided(np.empty(1, np.float32), q.shape, (0, 0, 0, 0))
+    assert cf.attn_fwd(q, k, k, out=out).out is out
+
+
 def test_numpy_integers_are_ints_and_lists_are_pairs() -> None:
     attn = cf.Attention(window=[np.int64(3), -1], num_splits=np.int32(2), scale=np.float32(0.5), causal=np.bool_(True))  # type: ignore[arg-type]
     assert attn == cf.Attention(window=(3, None), num_splits=2, scale=0.5, causal=True)
