@@ -161,7 +161,7 @@ def broadcast(view: View, shape: tuple[int, ...]) -> View:
 
 
 def has_unit_stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether a kernel can read the last axis as it lies; an axis of one, or of no elements, has no stride to speak of."""
+    """Whether a kernel can read the last axis as it lies; an axis of one, or of no elements, has no stride to heed."""
     return not shape or shape[-1] <= 1 or strides[-1] == 1 or 0 in shape
 
 
