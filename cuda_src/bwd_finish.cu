@@ -9,7 +9,7 @@ namespace cf {
 
 constexpr int kThreads = kWarps * kWarpSize;
 static_assert(attn::kRowPad % kQueryTile == 0, "workspaces are padded to whole tiles");
-static_assert(kQueryTile % 16 == 0 && kHeadDim % 16 == 0);
+static_assert(kQueryTile % 16 == 0);
 
 }  // namespace cf
 
@@ -23,16 +23,15 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) bwd_finish(const __gr
                              attn::padded_begin(problem, seq);
   for (int row = threadIdx.x / kWarpSize * 16; row < kQueryTile; row += kWarps * 16) {
     const int query = work.tile * kQueryTile + row;
-    const float* accum = params.dq_accum + (padded_begin + query) * kHeadDim;
-#pragma unroll
-    for (int col = 0; col < kHeadDim; col += 16) {
+    const float* accum = params.dq_accum + (padded_begin + query) * params.accum_cols;
+    for (int col = 0; col < problem.head_dim; col += 16) {
       warp::Fragment<1, 2> dq;
       dq.zero();
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         if (!seq.is_slack) ptx::load_fragment(dq.x[0][n], accum + (col / 8 + n) * 128, warp::lane());
 #pragma unroll
-        for (int i = 0; i < 4; ++i) dq.x[0][n][i] *= params.scale;
+        for (int i = 0; i < 4; ++i) dq.x[0][n][i] = fmaf(dq.x[0][n][i], params.scale, 0.0f);  // never -0
       }
       warp::store_global<GradElement, kCopyBytes, kAccumulate>(
           attn::rows<GradElement>(params.dq, seq, seq.q_begin, work.head, query) + col, params.dq.stride_n,

@@ -214,7 +214,7 @@ bwd_generic(const __grid_constant__ cf::BwdParams params) {
 #pragma unroll
     for (int n = 0; n < kKeyN; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) dk.x[m][n][i] *= params.scores.scale;
+      for (int i = 0; i < 4; ++i) dk.x[m][n][i] = fmaf(dk.x[m][n][i], params.scores.scale, 0.0f);  // never -0
   GradElement* dk_gmem = attn::rows<GradElement>(params.dk, seq, seq.k_begin, work.head, key_begin + kv_row) + dk_col;
   GradElement* dv_gmem = attn::rows<GradElement>(params.dv, seq, seq.k_begin, work.head, key_begin + kv_row) + dv_col;
   warp::store_global<GradElement, kCopyBytes, kAccumulate>(dk_gmem, params.dk.stride_n, rows, problem.head_dim - dk_col, dk);

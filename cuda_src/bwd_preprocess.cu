@@ -86,8 +86,8 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) bwd_preprocess(const 
       params.stats[padded_begin + row_in_tile] = make_float2(is_used ? lse * kLog2E : kInfinity, delta);
   }
   if (params.dq_accum && !seq.is_slack) {
-    float4* accum = reinterpret_cast<float4*>(params.dq_accum + padded_begin * kHeadDim);
-    for (int i = threadIdx.x; i < kQueryTile * kHeadDim / 4; i += kThreads) accum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float4* accum = reinterpret_cast<float4*>(params.dq_accum + padded_begin * params.accum_cols);
+    for (int i = threadIdx.x; i < kQueryTile * params.accum_cols / 4; i += kThreads) accum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
   if (dsink != 0.0f) atomicAdd(params.dsink + head, dsink);
 }

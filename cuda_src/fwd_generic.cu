@@ -97,7 +97,7 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
   const int warp_row = threadIdx.x / kWarpSize * kWarpRows;
   OutFragment out;
   out.zero();
-  attn::Softmax<kM> softmax;
+  attn::Softmax<kM, !kOnTensorCores> softmax;
 
   const int first_tile = keys.begin / kKeyTile;
   const int end_tile = keys.begin < keys.end ? ceil_div(keys.end, kKeyTile) : first_tile;

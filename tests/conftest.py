@@ -15,6 +15,10 @@ from tests.backends import Backend, CupyBackend, NumpyBackend, gpu_is_there
 SEED = pytest.StashKey[int]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="compile every binary that a call can reach, not the named cover")
+
+
 @pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
 def backend(request: pytest.FixtureRequest) -> Backend:
     """Where a test's arrays live; the GPU half is skipped on a machine without one."""

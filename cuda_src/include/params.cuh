@@ -32,9 +32,9 @@ struct Problem {
   int head_dim_v;
   int tiles_q;                  // query tiles of a head, over all sequences when packed (an upper bound)
   int tiles_k;
-  int is_cu_seqlens_64;
+  int is_cu_seqlens_q_64;
+  int is_cu_seqlens_k_64;
   int is_q_start_given;         // 0: q_start = live keys - queries of each sequence
-  int padding;
 };
 
 // What turns q.k into a score, and what stands beside it.
@@ -79,10 +79,12 @@ struct BwdPreprocessParams {
   Tensor delta_in;              // [B, Hq, Nq]; null data: computed
   Tensor delta_out;             // [B, Hq, Nq]; null data: not wanted
   float2* stats;                // [Hq, padded rows] (lse log2(e), delta); null: not wanted
-  float* dq_accum;              // [Hq, padded rows, kHeadDim], zeroed here; null: not wanted
+  float* dq_accum;              // [Hq, padded rows, accum_cols], zeroed here; null: not wanted
   void* dout_rounded;           // [B, Nq, Hq, Dv] contiguous in q's type; null: dout has it already
   const float* sink;            // [Hq]
   float* dsink;                 // [Hq], added to
+  int accum_cols;               // the main kernel's kHeadDim
+  int padding;
 };
 
 struct BwdParams {
@@ -101,16 +103,16 @@ struct BwdParams {
 struct BwdFinishParams {
   Problem problem;
   Tensor dq;                    // [B, Nq, Hq, D]
-  const float* dq_accum;
+  const float* dq_accum;        // [Hq, padded rows, accum_cols], 16 x 8 fragments
   float scale;
-  int padding;
+  int accum_cols;
 };
 
 constexpr int kMergeStates = 24;  // of one launch
 
-struct MergeState {
-  const void* out;              // [B, N, H, Dv]
-  const void* lse;              // [B, H, N]
+struct State {
+  void* out;                    // [B, N, H, Dv]
+  void* lse;                    // [B, H, N] float
   int64 out_stride_b;
   int64 out_stride_n;
   int64 out_stride_h;
@@ -122,9 +124,21 @@ struct MergeState {
 };
 
 struct MergeParams {
-  MergeState states[kMergeStates];
-  Tensor out;
-  Tensor lse;
+  State states[kMergeStates];
+  State merged;
+  int num_states;
+  int batch;
+  int len;
+  int heads;
+  int head_dim;
+  int padding;
+};
+
+struct MergeBwdParams {
+  State states[kMergeStates];
+  State grads[kMergeStates];    // of the states, written
+  State merged;
+  State dmerged;                // lse null: zero
   int num_states;
   int batch;
   int len;

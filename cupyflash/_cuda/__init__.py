@@ -9,7 +9,7 @@ from .._spec import Call, Spec, View
 from . import device as _device
 from . import plan as _plan
 from .arguments import NO_TENSOR, TYPE_CODES, per_row, pointer, problem, rows, scores, tiles_of
-from .constants import ITEM_BYTES, BwdPreprocess, MergeStates
+from .constants import ITEM_BYTES, BwdPreprocess, MergeStates, MergeStatesBwd
 from .launch import run
 from .params import MERGE_STATES
 from .plan import BackwardPlan, Plan
@@ -17,7 +17,7 @@ from .plan import BackwardPlan, Plan
 if TYPE_CHECKING:
     from .._merge import MergeCall
 
-_ROW_PAD = 128  # kRowPad of attn/sequence.cuh: rows of per-row workspaces, a sequence
+ROW_PAD = 128  # kRowPad of attn/sequence.cuh: rows of per-row workspaces, a sequence
 _ALIGN = 256  # bytes, of each part of a workspace
 
 
@@ -61,9 +61,9 @@ def backward(spec: Spec, call: Call, plan: BackwardPlan) -> None:
     if call.dsink is not None and not spec.accumulate:
         _zero(call.dsink, call.device, call.stream)
 
-    where = problem(spec, call, main.query_tile, main.key_tile)
-    query_blocks = _blocks(call, call.len_q, main.query_tile, spec.heads_q)
-    _run_preprocess(plan.preprocess, call, where, query_blocks, None, stats, dq_accum, rounded)
+    where = problem(spec, call, plan.preprocess.constants.query_tile, main.key_tile)
+    cols = main.head_dim
+    _run_preprocess(plan.preprocess, spec.heads_q, call, where, None, (stats, dq_accum, rounded), cols)
     dout = rows(call.dout)
     if rounded:
         dim, heads = spec.head_dim_v, spec.heads_q
@@ -81,7 +81,10 @@ def backward(spec: Spec, call: Call, plan: BackwardPlan) -> None:
         dq_accum,
     )
     run(plan.main, _blocks(call, call.len_k, main.key_tile, spec.heads_kv), values, call.device, call.stream)
-    run(plan.finish, query_blocks, (*where, *rows(call.dq), dq_accum, call.scale, 0), call.device, call.stream)
+    finish: Any = plan.finish.constants
+    where = problem(spec, call, finish.query_tile, main.key_tile)
+    blocks = _blocks(call, call.len_q, finish.query_tile, spec.heads_q)
+    run(plan.finish, blocks, (*where, *rows(call.dq), dq_accum, call.scale, cols), call.device, call.stream)
 
 
 def preprocess(call: Call) -> None:
@@ -93,42 +96,85 @@ def preprocess(call: Call) -> None:
             raise UnsupportedError(f"{call.function}: `{name}` is {view.dtype}; {', '.join(ITEM_BYTES)} are accepted on the GPU.")
     _plan.refuse_sizes(call)
     heads, dim = out.shape[2], out.shape[3]
-    constants = BwdPreprocess("float32", out.dtype, dout.dtype, _plan.HEAD_DIMS[0], _ROW_PAD, copy_bytes=1)
+    constants = BwdPreprocess("float32", out.dtype, dout.dtype, copy_bytes=1)
     plan = Plan(constants, _device.of(call.device).arch, "delta alone")
-    where = (*(0,) * 9, call.batch, call.len_q, 0, heads, heads, dim, dim, tiles_of(call.len_q, _ROW_PAD, call), 0, 0, 0, 0)
-    _run_preprocess(plan, call, where, _blocks(call, call.len_q, _ROW_PAD, heads), call.delta, 0, 0, 0)
+    tiles = tiles_of(call.len_q, constants.query_tile, call)
+    where = (*(0,) * 9, call.batch, call.len_q, 0, heads, heads, dim, dim, tiles, 0, 0, 0, 0)
+    _run_preprocess(plan, heads, call, where, call.delta, (0, 0, 0), 0)
 
 
 def merge(call: MergeCall) -> None:
-    """Write out and lse of the merged states, any number of them: launches of MERGE_STATES, the running result among the next."""
-    for name, views in (("outs", call.outs), ("out", [call.out]), ("lses", call.lses), ("lse", [call.lse])):
-        accepted = tuple(ITEM_BYTES) if name.startswith("out") else ("float32",)
-        for view in views:
-            if view.dtype not in accepted:
-                raise UnsupportedError(f"{call.function}: `{name}` in {view.dtype}; {', '.join(accepted)} are merged on the GPU.")
-    batch, length, heads, dim = call.out.shape
+    """Write out and lse of the merged states, any number of them: MERGE_STATES a launch, the running result among the next."""
+    out, lse = _given(call.out), _given(call.lse)
+    _refuse_states(call, [*call.outs, out], [*call.lses, lse])
     states = list(zip(call.outs, call.lses, strict=True))
-    arch = _device.of(call.device).arch
     while states:
         now, states = states[:MERGE_STATES], states[MERGE_STATES:]
-        out, lse = call.out, call.lse
+        merged = out, lse
         if states:  # a partial result, in float32
-            out, lse = call.empty(call.out.shape, "float32"), call.empty(call.lse.shape, "float32")
-            states.insert(0, (out, lse))
-        packed = [(o.ptr, l.ptr, *o.strides[:3], l.strides[0], l.strides[2], l.strides[1], TYPE_CODES[o.dtype], 0) for o, l in now]
-        padding = [(0,) * 10] * (MERGE_STATES - len(now))
-        values = (*(x for state in packed + padding for x in state), *rows(out), *per_row(lse), len(now), batch, length, heads, dim, 0)
-        plan = Plan(MergeStates(out.dtype), arch, "the only kernel that merges")
-        run(plan, -(-batch * length * heads // MergeStates(out.dtype).warps), values, call.device, call.stream)
+            assert call.empty is not None
+            merged = call.empty(out.shape, "float32"), call.empty(lse.shape, "float32")
+            states.insert(0, merged)
+        _run_merge(MergeStates(), call, out.shape, (*_states(now), *_state(*merged)), len(now))
 
 
 def merge_bwd(call: MergeCall) -> None:
-    """Not on the GPU yet."""
-    raise UnsupportedError(f"{call.function}: no CUDA kernel merges gradients yet; NumPy arrays are accepted.")
+    """Write douts and dlses, MERGE_STATES a launch."""
+    out, lse, dout = _given(call.out), _given(call.lse), _given(call.dout)
+    dlses = [] if call.dlse is None else [call.dlse]
+    _refuse_states(call, [*call.outs, out, dout, *call.douts], [*call.lses, lse, *dlses, *call.dlses])
+    merged = (*_state(out, lse), *_state(dout, call.dlse))
+    for begin in range(0, len(call.outs), MERGE_STATES):
+        now = slice(begin, begin + MERGE_STATES)
+        states = list(zip(call.outs[now], call.lses[now], strict=True))
+        grads = list(zip(call.douts[now], call.dlses[now], strict=True))
+        _run_merge(MergeStatesBwd(), call, out.shape, (*_states(states), *_states(grads), *merged), len(states))
+
+
+def _refuse_states(call: MergeCall, outs: list[View], lses: list[View]) -> None:
+    for name, views, accepted in (("outs", outs, tuple(ITEM_BYTES)), ("lses", lses, ("float32",))):
+        for view in views:
+            if view.dtype not in accepted:
+                raise UnsupportedError(
+                    f"{call.function}: `{name}` in {view.dtype} is not supported on the GPU; {', '.join(accepted)} are. "
+                    "The NumPy backend merges any."
+                )
+
+
+def _state(out: View, lse: View | None) -> tuple[int, ...]:
+    """A partial result as State."""
+    lse_values = (0, 0, 0, 0) if lse is None else (lse.ptr, lse.strides[0], lse.strides[2], lse.strides[1])
+    return out.ptr, lse_values[0], *out.strides[:3], *lse_values[1:], TYPE_CODES[out.dtype], 0
+
+
+def _states(states: list[tuple[View, View]]) -> tuple[int, ...]:
+    """MERGE_STATES of them, the missing ones as zeros."""
+    return (*(value for out, lse in states for value in _state(out, lse)), *(0,) * 10 * (MERGE_STATES - len(states)))
+
+
+def _run_merge(
+    constants: MergeStates | MergeStatesBwd, call: MergeCall, shape: tuple[int, ...], states: tuple[int, ...], count: int
+) -> None:
+    batch, length, heads, dim = shape
+    plan = Plan(constants, _device.of(call.device).arch, "the only kernel that does this")
+    values = (*states, count, batch, length, heads, dim, 0)
+    run(plan, -(-batch * length * heads // constants.warps), values, call.device, call.stream)
+
+
+def _given(view: View | None) -> View:
+    if view is None:
+        raise AssertionError("a merge without its arrays")
+    return view
 
 
 def _run_preprocess(
-    plan: Plan, call: Call, where: tuple[Any, ...], blocks: int, delta_out: View | None, stats: int, dq_accum: int, rounded: int
+    plan: Plan,
+    heads: int,
+    call: Call,
+    where: tuple[Any, ...],
+    delta_out: View | None,
+    workspace: tuple[int, int, int],
+    accum_cols: int,
 ) -> None:
     is_computed = call.delta is None or delta_out is not None
     values = (
@@ -139,13 +185,14 @@ def _run_preprocess(
         *per_row(call.dlse),
         *(NO_TENSOR if is_computed else per_row(call.delta)),
         *per_row(delta_out),
-        stats,
-        dq_accum,
-        rounded,
+        *workspace,
         pointer(call.sink),
         pointer(call.dsink),
+        accum_cols,
+        0,
     )
-    run(plan, blocks, values, call.device, call.stream)
+    constants: Any = plan.constants
+    run(plan, _blocks(call, call.len_q, constants.query_tile, heads), values, call.device, call.stream)
 
 
 def _blocks(call: Call, length: int, tile: int, heads: int) -> int:
@@ -155,8 +202,8 @@ def _blocks(call: Call, length: int, tile: int, heads: int) -> int:
 
 def _workspace_parts(spec: Spec, call: Call) -> tuple[int, int, int]:
     """Bytes of (lse, delta) pairs, of the dq accumulator, and of dout rounded to q's type."""
-    padded = -(-call.len_q // _ROW_PAD) * _ROW_PAD
-    padded_rows = padded * call.batch if call.cu_seqlens_q is None else padded + call.batch * _ROW_PAD
+    padded = -(-call.len_q // ROW_PAD) * ROW_PAD
+    padded_rows = padded * call.batch if call.cu_seqlens_q is None else padded + call.batch * ROW_PAD
     per_head = spec.heads_q * padded_rows
     sequences = call.batch if call.cu_seqlens_q is None else 1
     is_rounded = spec.dout_dtype != spec.dtype

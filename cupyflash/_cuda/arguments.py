@@ -28,6 +28,10 @@ def per_row(view: View | None) -> tuple[int, ...]:
     return NO_TENSOR if view is None else (view.ptr, view.strides[0], view.strides[2], view.strides[1])
 
 
+def _is_64(view: View | None) -> int:
+    return int(view is not None and view.dtype == "int64")
+
+
 def tiles_of(length: int, tile: int, call: Call) -> int:
     """Tiles of one head: of one sequence when dense; when packed of all, at most one ragged tile each, and two of slack."""
     whole = -(-length // tile)
@@ -55,9 +59,9 @@ def problem(spec: Spec, call: Call, query_tile: int, key_tile: int) -> tuple[Any
         spec.head_dim_v,
         tiles_of(call.len_q, query_tile, call),
         tiles_of(call.len_k, key_tile, call),
-        int(call.cu_seqlens_q is not None and call.cu_seqlens_q.dtype == "int64"),
+        _is_64(call.cu_seqlens_q),
+        _is_64(call.cu_seqlens_k),
         int(q_start is not None),
-        0,
     )
 
 

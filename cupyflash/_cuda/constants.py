@@ -45,9 +45,8 @@ class BwdPreprocess:
     element: str
     out_element: str
     dout_element: str
-    head_dim: int
-    query_tile: int
     copy_bytes: int
+    query_tile: int = 128  # kRowPad: every row that any main kernel's tile may read is written
     warps: int = 8
 
     @property
@@ -92,10 +91,9 @@ class BwdFinish:
     """`bwd_finish.cu`."""
 
     grad_element: str
-    head_dim: int
-    query_tile: int
     copy_bytes: int
     accumulate: bool
+    query_tile: int = 64
     warps: int = 4
 
     @property
@@ -107,7 +105,6 @@ class BwdFinish:
 class MergeStates:
     """`merge_states.cu`."""
 
-    out_element: str
     warps: int = 8
 
     @property
@@ -115,13 +112,25 @@ class MergeStates:
         return 0
 
 
-Constants = FwdGeneric | BwdPreprocess | BwdGeneric | BwdFinish | MergeStates
+@dataclass(frozen=True, slots=True)
+class MergeStatesBwd:
+    """`merge_states_bwd.cu`."""
+
+    warps: int = 8
+
+    @property
+    def smem_bytes(self) -> int:
+        return 0
+
+
+Constants = FwdGeneric | BwdPreprocess | BwdGeneric | BwdFinish | MergeStates | MergeStatesBwd
 KERNELS: dict[type, str] = {
     FwdGeneric: "fwd_generic",
     BwdPreprocess: "bwd_preprocess",
     BwdGeneric: "bwd_generic",
     BwdFinish: "bwd_finish",
     MergeStates: "merge_states",
+    MergeStatesBwd: "merge_states_bwd",
 }
 
 

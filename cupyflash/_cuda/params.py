@@ -31,9 +31,9 @@ PROBLEM = (
     ("head_dim_v", "i"),
     ("tiles_q", "i"),
     ("tiles_k", "i"),
-    ("is_cu_seqlens_64", "i"),
+    ("is_cu_seqlens_q_64", "i"),
+    ("is_cu_seqlens_k_64", "i"),
     ("is_q_start_given", "i"),
-    ("padding", "i"),
 )
 SCORES = (
     ("alibi_slopes", "P"),
@@ -56,7 +56,7 @@ SCORES = (
     ("keep_threshold", "I"),
     ("keep_scale", "f"),
 )
-MERGE_STATE = (
+STATE = (
     ("out", "P"),
     ("lse", "P"),
     ("out_stride_b", "q"),
@@ -70,12 +70,14 @@ MERGE_STATE = (
 )
 MERGE_STATES = 24  # of one launch, kMergeStates
 
+MERGE_SIZES = tuple((name, "i") for name in ("num_states", "batch", "len", "heads", "head_dim", "padding"))
+
 Fields = tuple[tuple[str, Any], ...]
 STRUCTS: dict[str, Fields] = {
     "Tensor": TENSOR,
     "Problem": PROBLEM,
     "Scores": SCORES,
-    "MergeState": MERGE_STATE,
+    "State": STATE,
     "FwdParams": (
         ("problem", PROBLEM),
         ("scores", SCORES),
@@ -98,6 +100,8 @@ STRUCTS: dict[str, Fields] = {
         ("dout_rounded", "P"),
         ("sink", "P"),
         ("dsink", "P"),
+        ("accum_cols", "i"),
+        ("padding", "i"),
     ),
     "BwdParams": (
         ("problem", PROBLEM),
@@ -111,17 +115,14 @@ STRUCTS: dict[str, Fields] = {
         ("stats", "P"),
         ("dq_accum", "P"),
     ),
-    "BwdFinishParams": (("problem", PROBLEM), ("dq", TENSOR), ("dq_accum", "P"), ("scale", "f"), ("padding", "i")),
-    "MergeParams": (
-        ("states", (MERGE_STATE, MERGE_STATES)),
-        ("out", TENSOR),
-        ("lse", TENSOR),
-        ("num_states", "i"),
-        ("batch", "i"),
-        ("len", "i"),
-        ("heads", "i"),
-        ("head_dim", "i"),
-        ("padding", "i"),
+    "BwdFinishParams": (("problem", PROBLEM), ("dq", TENSOR), ("dq_accum", "P"), ("scale", "f"), ("accum_cols", "i")),
+    "MergeParams": (("states", (STATE, MERGE_STATES)), ("merged", STATE), *MERGE_SIZES),
+    "MergeBwdParams": (
+        ("states", (STATE, MERGE_STATES)),
+        ("grads", (STATE, MERGE_STATES)),
+        ("merged", STATE),
+        ("dmerged", STATE),
+        *MERGE_SIZES,
     ),
 }
 PARAMS = {
@@ -130,6 +131,7 @@ PARAMS = {
     "bwd_generic": "BwdParams",
     "bwd_finish": "BwdFinishParams",
     "merge_states": "MergeParams",
+    "merge_states_bwd": "MergeBwdParams",
 }
 
 
@@ -162,6 +164,11 @@ DTYPES = {name: _dtype(fields) for name, fields in STRUCTS.items()}
 _PACKERS = {kernel: struct.Struct(_format(STRUCTS[name])) for kernel, name in PARAMS.items()}
 
 
+def packer(kernel: str) -> struct.Struct:
+    """What packs `kernel`'s struct from its flat field values."""
+    return _PACKERS[kernel]
+
+
 def pack(kernel: str, values: tuple[Any, ...]) -> np.void:
     """The flat field values of `kernel`'s struct, in order, as the one by-value argument of its launch."""
-    return np.frombuffer(_PACKERS[kernel].pack(*values), DTYPES[PARAMS[kernel]])[0]
+    return np.frombuffer(packer(kernel).pack(*values), DTYPES[PARAMS[kernel]])[0]

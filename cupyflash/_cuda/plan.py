@@ -50,7 +50,8 @@ class Plan:
     def __str__(self) -> str:
         c = self.constants
         values = ", ".join(f"{f.name}={getattr(c, f.name)}" for f in fields(c))
-        return f"{self.kernel} for sm_{self.arch}: {self.threads} threads, {self.smem_bytes} bytes of shared memory\n  {values}\n  {self.why}"
+        size = f"{self.threads} threads, {self.smem_bytes} bytes of shared memory"
+        return f"{self.kernel} for sm_{self.arch}: {size}\n  {values}\n  {self.why}"
 
 
 class BackwardPlan(NamedTuple):
@@ -98,7 +99,8 @@ def refuse_sizes(call: Call) -> None:
 
 
 def _copy_bytes(spec: Spec) -> int:
-    return max(spec.align, ITEM_BYTES[spec.dtype])
+    """Bytes that one copy moves: 16 where every row allows it, else 4, else one element."""
+    return 16 if spec.align == 16 else 4 if spec.align >= 4 else ITEM_BYTES[spec.dtype]
 
 
 def _score_switches(spec: Spec) -> dict[str, bool]:
@@ -127,7 +129,7 @@ def legal_forward(spec: Spec, device: Device) -> Iterator[Plan]:
             **_score_switches(spec),
         )
         if constants.smem_bytes <= device.smem_bytes:
-            yield Plan(constants, device.arch, f"row {rank} of the tile table: the first whose tiles fit {device.smem_bytes} bytes")
+            yield Plan(constants, device.arch, _why(rank, device))
 
 
 def legal_backward(spec: Spec, device: Device) -> Iterator[BackwardPlan]:
@@ -146,14 +148,34 @@ def legal_backward(spec: Spec, device: Device) -> Iterator[BackwardPlan]:
             **tile._asdict(),
             **_score_switches(spec),
         )
-        if constants.smem_bytes > device.smem_bytes:
+        if constants.smem_bytes > device.smem_bytes or not _divides(constants):
             continue
-        query_tile = constants.query_tile
+        preprocess = BwdPreprocess(spec.dtype, spec.out_dtype, spec.dout_dtype, _copy_bytes(spec))
+        finish = BwdFinish(spec.grad_dtype, constants.copy_bytes, spec.accumulate)
         yield BackwardPlan(
-            Plan(BwdPreprocess(spec.dtype, spec.out_dtype, spec.dout_dtype, head_dim, query_tile, spec.align), device.arch, "delta, and dq zeroed"),
-            Plan(constants, device.arch, f"row {rank} of the tile table: the first whose tiles fit {device.smem_bytes} bytes"),
-            Plan(BwdFinish(spec.grad_dtype, head_dim, query_tile, constants.copy_bytes, spec.accumulate), device.arch, "dq to its type"),
+            Plan(preprocess, device.arch, "delta, and dq zeroed"),
+            Plan(constants, device.arch, _why(rank, device)),
+            Plan(finish, device.arch, "dq to its type"),
         )
+
+
+def _divides(c: BwdGeneric) -> bool:
+    """Whether the warps' shares are whole: two 16x8 tiles side by side for tensor cores, one for float."""
+    columns = 16 if ITEM_BYTES[c.element] == 2 else 8
+    rest = {warps: c.warps // warps for warps in (c.score_warps, c.key_warps, c.query_warps)}
+    return (
+        c.query_tile % (16 * c.score_warps) == 0
+        and c.key_tile % (columns * rest[c.score_warps]) == 0
+        and c.key_tile % (16 * c.key_warps) == 0
+        and c.head_dim % (columns * rest[c.key_warps]) == 0
+        and c.head_dim_v % (columns * rest[c.key_warps]) == 0
+        and c.query_tile % (16 * c.query_warps) == 0
+        and c.head_dim % (columns * rest[c.query_warps]) == 0
+    )
+
+
+def _why(rank: int, device: Device) -> str:
+    return f"row {rank} of the tile table: the first whose tiles fit {device.smem_bytes} bytes of shared memory"
 
 
 @lru_cache(maxsize=1024)

@@ -19,8 +19,8 @@ struct Sequence {
 // Distances saturate here; a position further away is masked or discounted alike.
 constexpr int64 kFar = int64{1} << 30;
 
-__device__ __forceinline__ int read_offset(const Problem& p, const void* cu_seqlens, int i, int total) {
-  const int64 raw = p.is_cu_seqlens_64 ? static_cast<const int64*>(cu_seqlens)[i] : static_cast<const int*>(cu_seqlens)[i];
+__device__ __forceinline__ int read_offset(const void* cu_seqlens, bool is_64, int i, int total) {
+  const int64 raw = is_64 ? static_cast<const int64*>(cu_seqlens)[i] : static_cast<const int*>(cu_seqlens)[i];
   return static_cast<int>(clamp<int64>(raw, 0, total));  // garbage never leads out of bounds
 }
 
@@ -41,13 +41,16 @@ __device__ __forceinline__ Sequence packed_sequence(const Problem& p, int index)
   s.index = min_of(index, p.batch - 1);
   s.is_slack = index >= p.batch;
   const int row = index == p.batch ? p.batch : index == p.batch + 1 ? -1 : index;
-  const auto bound = [&](const void* cu, int i, int total) {
-    return i < 0 ? 0 : i > p.batch ? total : read_offset(p, cu, i, total);
+  const auto q_bound = [&](int i) {
+    return i < 0 ? 0 : i > p.batch ? p.len_q : read_offset(p.cu_seqlens_q, p.is_cu_seqlens_q_64, i, p.len_q);
   };
-  s.q_begin = bound(p.cu_seqlens_q, row, p.len_q);
-  s.k_begin = bound(p.cu_seqlens_k, row, p.len_k);
-  s.len_q = max_of(bound(p.cu_seqlens_q, row + 1, p.len_q) - s.q_begin, 0);
-  s.all_k = max_of(bound(p.cu_seqlens_k, row + 1, p.len_k) - s.k_begin, 0);
+  const auto k_bound = [&](int i) {
+    return i < 0 ? 0 : i > p.batch ? p.len_k : read_offset(p.cu_seqlens_k, p.is_cu_seqlens_k_64, i, p.len_k);
+  };
+  s.q_begin = q_bound(row);
+  s.k_begin = k_bound(row);
+  s.len_q = max_of(q_bound(row + 1) - s.q_begin, 0);
+  s.all_k = max_of(k_bound(row + 1) - s.k_begin, 0);
   return s;
 }
 

@@ -1,7 +1,7 @@
 // The online softmax of Milakov and Gimelshein (2018) on accumulator fragments, in base 2.
 //
 // Exponents are x fold - m fold with one FMA per element. The rounding of m fold is common to a row and cancels in the output,
-// but it grows with the score: past kLargeExponent (2^14) it would show, so such rows subtract m first.
+// but it grows with the score: past kLargeExponent (2^14) it would show, so such rows subtract m first; with kIsExact all rows do.
 #pragma once
 #include "ptx/math.cuh"
 #include "tile/fragment.cuh"
@@ -10,7 +10,7 @@ namespace cf::attn {
 
 constexpr float kLargeExponent = 16384.0f;
 
-template <int kM>
+template <int kM, bool kIsExact>
 struct Softmax {
   float max[kM][2];    // of x, over the row
   float sum[kM][2];    // of exp, this lane's columns only until `finish`
@@ -42,7 +42,7 @@ struct Softmax {
 
         float folded = __fmul_rn(reference, fold);
         float fall = __fmul_rn(before, fold) - folded;  // the same rounded products as in the exponents
-        if (__any_sync(kFullWarp, fabsf(folded) > kLargeExponent)) {
+        if (kIsExact || __any_sync(kFullWarp, fabsf(folded) > kLargeExponent)) {
           fall = (before - reference) * fold;
           folded = 0.0f;
 #pragma unroll

@@ -1,0 +1,123 @@
+"""CUDA sources: flattened text, generated constants, the include graph, and parameter structs that mirror the header."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+import numpy as np
+import pytest
+
+from cupyflash._cuda import constants, params, source
+from cupyflash._cuda.constants import KERNELS
+from cupyflash._cuda.device import KNOWN
+from tests import binaries
+
+HEADER = (source.root() / "include" / "params.cuh").read_text(encoding="utf-8")
+QUOTED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
+LAYERS = ("ptx", "tile", "attn")  # who may include whom: only what stands further left, or beside it
+C_TYPES = {"i": "int", "I": "uint32", "f": "float", "q": "int64", "Q": "uint64"}
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values())
+def test_flattened_text_has_every_header_once_and_no_include_of_ours(kernel: str) -> None:
+    text = source.flatten(kernel)
+    assert not QUOTED.search(text)
+    assert "#pragma once" not in text
+    opened = re.findall(r'^#line 1 "([^"]+)"$', text, re.MULTILINE)
+    assert len(opened) == len(set(opened)) and opened[0] == f"{kernel}.cu"
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values())
+def test_line_directives_lead_back_to_the_file(kernel: str) -> None:
+    name, number = "", 0
+    for line in source.flatten(kernel).splitlines():
+        directive = re.fullmatch(r'#line (\d+) "([^"]+)"', line)
+        if directive:
+            number, name = int(directive[1]), directive[2]
+            continue
+        path = source.root() / (name if name.endswith(".cu") else f"include/{name}")
+        original = path.read_text(encoding="utf-8").splitlines()[number - 1]
+        assert line == original or (not line and re.match(r"#include|#pragma once", original))
+        number += 1
+
+
+def test_every_kernel_is_one_file_with_one_entry_of_its_name() -> None:
+    files = {path.stem: path.read_text(encoding="utf-8") for path in source.root().glob("*.cu")}
+    assert set(files) == set(KERNELS.values())
+    for kernel, text in files.items():
+        assert re.findall(r"^(?:extern \"C\" __global__[^\n]*\s)(\w+)\(|__launch_bounds__\([^)]*\) (\w+)\(", text, re.MULTILINE)
+        assert len(re.findall(r"\b__global__\b", text)) == 1
+        assert re.search(rf"\b{kernel}\(const __grid_constant__ cf::\w+ params\)", text)
+
+
+def test_includes_point_one_way() -> None:
+    for path in (source.root() / "include").rglob("*.cuh"):
+        layer = path.parent.name
+        for included in QUOTED.findall(path.read_text(encoding="utf-8")):
+            if "/" in included and layer in LAYERS:
+                assert LAYERS.index(included.split("/")[0]) <= LAYERS.index(layer), f"{path.name} includes {included}"
+            assert (source.root() / "include" / included).is_file()
+
+
+def test_constants_become_typed_cpp() -> None:
+    plan = next(plan for plan in binaries.cover(KNOWN[90]).values() if plan.kernel == "fwd_generic")
+    text = constants.render(plan.constants)
+    assert "using Element = __nv_bfloat16;" in text
+    assert "constexpr bool kIsMasked = false;" in text
+    assert f"constexpr int kSmemBytes = {plan.smem_bytes};" in text
+
+
+@pytest.mark.parametrize("name", params.STRUCTS)
+def test_the_packed_struct_mirrors_the_header(name: str) -> None:
+    body = re.search(rf"struct {name} \{{[^\n]*\n(.*?)\n\}};", HEADER, re.DOTALL)
+    assert body, f"{name} is not in params.cuh"
+    declared = re.findall(r"^  (?:const )?([\w:]+)(\*?) (\w+)(?:\[(\w+)\])?;", body[1], re.MULTILINE)
+    mirrored = params.STRUCTS[name]
+    assert [field for _, _, field, _ in declared] == [field for field, _ in mirrored]
+    for (c_type, star, field, count), (_, kind) in zip(declared, mirrored, strict=True):
+        if isinstance(kind, str):
+            assert (kind == "P") == bool(star), field
+            assert kind == "P" or C_TYPES[kind] == c_type, field
+        elif count:
+            assert kind == (params.STRUCTS[c_type], params.MERGE_STATES), field
+        else:
+            assert kind == params.STRUCTS[c_type], field
+
+
+def test_header_and_host_agree_on_shared_numbers() -> None:
+    assert f"constexpr int kMergeStates = {params.MERGE_STATES};" in HEADER
+    from cupyflash import _cuda
+
+    text = (source.root() / "include" / "attn" / "sequence.cuh").read_text(encoding="utf-8")
+    assert f"constexpr int kRowPad = {_cuda.ROW_PAD};" in text
+
+
+@pytest.mark.parametrize("kernel", params.PARAMS)
+def test_packing_puts_every_value_into_its_field(kernel: str, rng: np.random.Generator) -> None:
+    """By `struct.Struct` as by field name, padding between fields included."""
+    dtype = params.DTYPES[params.PARAMS[kernel]]
+    flat = list(_leaves(dtype))
+    values = [float(np.float32(rng.random())) if leaf.kind == "f" else int(rng.integers(1, 2**31)) for leaf in flat]
+    packed = params.pack(kernel, tuple(values))
+    assert packed.dtype == dtype
+    assert list(_values(packed)) == values
+    assert struct.calcsize(params.packer(kernel).format) == dtype.itemsize
+
+
+def _leaves(dtype: np.dtype) -> list[np.dtype]:
+    if dtype.subdtype:
+        base, shape = dtype.subdtype
+        return _leaves(base) * int(np.prod(shape))
+    if dtype.names is None:
+        return [dtype]
+    assert dtype.fields is not None
+    return [leaf for name in dtype.names for leaf in _leaves(dtype.fields[name][0])]
+
+
+def _values(value: np.void | np.ndarray | np.generic) -> list[float]:
+    if isinstance(value, np.ndarray):
+        return [x for item in value for x in _values(item)]
+    if value.dtype.names is None:
+        return [value.item()]
+    return [x for name in value.dtype.names for x in _values(value[name])]
