@@ -56,6 +56,14 @@ def _expected(outs: list[Any], lses: list[Any]) -> tuple[np.ndarray, np.ndarray]
     return (weights * values).sum(axis=0), lse
 
 
+def _judge(out: np.ndarray, lse: np.ndarray, expected: np.ndarray, expected_lse: np.ndarray, dtype: str) -> None:
+    """The weight exp(lse_s − lse) has a relative rounding error of |lse| units."""
+    levels = 1 + np.abs(expected_lse[np.isfinite(expected_lse)]).max()
+    terms = float(levels * np.abs(expected).max())
+    assert_close(out, expected, expected.astype(dtype), dtype=dtype, terms=terms, name="out")
+    assert_close(lse, expected_lse, expected_lse.astype(dtype), dtype=dtype, terms=float(levels), name="lse")
+
+
 def _get(backend: Backend, arrays: Any) -> tuple[np.ndarray, ...]:
     return tuple(backend.get(array) for array in arrays)
 
@@ -86,9 +94,7 @@ def test_states_without_keys_are_not_read(backend: Backend, count: int, rng: Ran
     outs, lses = _states(rng, count)
     out, lse = _get(backend, cf.merge_states(list(map(backend.put, outs)), list(map(backend.put, lses))))
     expected, expected_lse = _expected(outs, lses)
-    plain, plain_lse = (array.astype(np.float32) for array in (expected, expected_lse))
-    assert_close(out, expected, plain, dtype="float32", terms=float(np.abs(expected).max()), name="out")
-    assert_close(lse, expected_lse, plain_lse, dtype="float32", terms=1, name="lse")
+    _judge(out, lse, expected, expected_lse, "float32")
     empty = out[:, :2]
     assert empty.tobytes() == bytes(empty.nbytes)
     assert np.isneginf(lse[:, :, :2]).all()
@@ -155,8 +161,7 @@ def test_dtypes_of_a_merge(
 
 def test_float64_anywhere_is_computed_in_float64(rng: Random) -> None:
     outs, lses = ([array.astype(np.float64) for array in arrays] for arrays in _states(rng))
-    for left, right in zip(cf.merge_states(outs, lses), _expected(outs, lses), strict=True):
-        assert_close(left, right, right, dtype="float64", terms=float(np.abs(right[np.isfinite(right)]).max()))
+    _judge(*cf.merge_states(outs, lses), *_expected(outs, lses), "float64")
     lses[1] = lses[1].astype(np.float32)
     assert cf.merge_states(outs, lses).lse.dtype == np.float64
 
