@@ -142,7 +142,7 @@ def merge_bwd(call: MergeCall) -> None:
         dlse = np.zeros_like(lse) if call.dlse is None else call.dlse.array.astype(dtype)
         for part, part_lse_view, dpart, dpart_lse in zip(call.outs, call.lses, call.douts, call.dlses, strict=True):
             part_lse = part_lse_view.array.astype(dtype)
-            has_no_key = np.isneginf(part_lse) | np.isneginf(lse)
+            has_no_key = np.isneginf(part_lse)
             share = np.exp(part_lse - lse)
             inner = np.einsum("bnhc,bnhc->bhn", dout, part.array.astype(dtype) - out)
             dpart.array[...] = np.where(_by_row(has_no_key), 0, _by_row(share) * dout)
@@ -227,7 +227,7 @@ def _gradients(
             q, dout = tile.blank_rows(q), tile.blank_rows(dout)
 
             p = p_dropped = tile.select(np.exp(tile.x - lse[..., rows, None]))
-            dp = _times(dout, tile.blank_cols(v).mT)
+            dp = _times(dout, v.mT)  # an unseen key's column is selected away in dx
             if problem.dropout_p:
                 keep = part.keep(rows, cols)
                 p_dropped = np.where(keep, p * problem.keep_scale, 0)

@@ -1,7 +1,7 @@
 """What one call asks, without frameworks.
 
-`Spec` holds what may change the kernel; `Call` holds everything that changes from call to call. Both speak one canonical
-form, whatever layout the caller used:
+`Spec` holds what may change the kernel; `Call` holds everything that changes from call to call. Both speak one
+canonical form, whatever layout the caller used:
 
     q, dq            [B, Nq, Hq, D]        k, dk   [B, Nk, Hkv, D]      v, dv   [B, Nk, Hkv, Dv]
     out, dout        [B, Nq, Hq, Dv]       lse, delta, dlse             [B, Hq, Nq]

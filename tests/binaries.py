@@ -1,4 +1,4 @@
-"""A named cover of the binaries that plans can ask for, found through the planner itself, so that nothing unreachable is compiled."""
+"""A named cover of the binaries that plans can ask for, found through the planner, so that all are reachable."""
 
 from __future__ import annotations
 
@@ -38,11 +38,15 @@ PLAIN = Spec(
 )
 
 
-def spec(dtype: str = "bfloat16", dim: int = 64, dim_v: int | None = None, features: Features | None = None, **changes: Any) -> Spec:
+def spec(
+    dtype: str = "bfloat16", dim: int = 64, dim_v: int | None = None, features: Features | None = None, **changes: Any
+) -> Spec:
     """A Spec that differs from PLAIN in this; out, dout and gradients follow the dtype unless they are named."""
-    follow = {name: dtype for name in ("out_dtype", "dout_dtype", "grad_dtype")}
+    follow = dict.fromkeys(("out_dtype", "dout_dtype", "grad_dtype"), dtype)
     changes = follow | changes
-    return replace(PLAIN, dtype=dtype, head_dim=dim, head_dim_v=dim_v or dim, features=features or Features(), **changes)
+    return replace(
+        PLAIN, dtype=dtype, head_dim=dim, head_dim_v=dim_v or dim, features=features or Features(), **changes
+    )
 
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -58,17 +62,17 @@ AXES: dict[str, tuple[Any, ...]] = {
 SHAPES = (*((dim, dim) for dim in HEAD_DIMS[:5]), (192, 128), (64, 256))  # of a feature's rows, in turn
 
 
-def plans(asked: Spec, device: Device) -> tuple[Plan, ...]:
+def plans(asked: Spec, device: Device) -> tuple[Plan[Any], ...]:
     """Every kernel that a forward and a backward of this Spec launch."""
     return plan_forward(asked, device), *plan_backward(asked, device)
 
 
-def cover(device: Device) -> dict[str, Plan]:
-    """Name to plan: each (kernel, dtype, head-dim tile) plain, and every two features of AXES together in some kernel."""
-    named: dict[str, Plan] = {}
+def cover(device: Device) -> dict[str, Plan[Any]]:
+    """Name to plan: each (kernel, dtype, head-dim tile) plain, and every two features of AXES together somewhere."""
+    named: dict[str, Plan[Any]] = {}
     binaries: set[Any] = set()
 
-    def add(name: str, found: tuple[Plan, ...]) -> None:
+    def add(name: str, found: tuple[Plan[Any], ...]) -> None:
         for plan in found:
             if plan.binary not in binaries:
                 binaries.add(plan.binary)
@@ -84,7 +88,7 @@ def cover(device: Device) -> dict[str, Plan]:
     return named
 
 
-def everything(device: Device) -> dict[Any, Plan]:
+def everything(device: Device) -> dict[Any, Plan[Any]]:
     """Every binary that a Spec can reach on this device."""
     axes = {"dtype": DTYPES, "dim": HEAD_DIMS, "dim_v": HEAD_DIMS} | AXES
     rows = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
@@ -92,7 +96,7 @@ def everything(device: Device) -> dict[Any, Plan]:
     return reached | {plan.binary: plan for plan in merges(device)}
 
 
-def merges(device: Device) -> tuple[Plan, ...]:
+def merges(device: Device) -> tuple[Plan[Any], ...]:
     """The two kernels that no Spec leads to."""
     return tuple(Plan(constants, device.arch, "merges") for constants in (MergeStates(), MergeStatesBwd()))
 
@@ -129,7 +133,7 @@ class Report:
     log: str = ""
 
 
-def compile_to_report(plan: Plan) -> Report:
+def compile_to_report(plan: Plan[Any]) -> Report:
     """NVRTC and ptxas, no GPU and no cache: registers and the larger of spill stores and loads."""
     import cuda.pathfinder
     from cupy.cuda import nvrtc

@@ -5,24 +5,40 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cupyflash import _cpu
 from tests.backends import Backend, CupyBackend, NumpyBackend, gpu_is_there
 
 SEED = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="compile every binary that a call can reach, not the named cover")
+    parser.addoption(
+        "--all", action="store_true", help="compile every binary that a call can reach, not the named cover"
+    )
 
 
-@pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
-def backend(request: pytest.FixtureRequest) -> Backend:
-    """Where a test's arrays live; the GPU half is skipped on a machine without one."""
+@pytest.fixture(params=["numpy", "numpy, small tiles", pytest.param("cupy", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """Where a test's arrays live; the GPU part is skipped on a machine without one.
+
+    NumPy's tiles are larger than most problems here, so it runs them in small and odd ones too.
+    """
     if request.param == "numpy":
+        return NumpyBackend()
+    if request.param == "numpy, small tiles":
+        usual = _cpu.plan
+
+        def small(spec: Any, call: Any, *, backward: bool, override: object | None = None) -> _cpu.NumpyPlan:
+            plan = usual(spec, call, backward=backward, override=override)
+            return plan if override is not None else replace(plan, block_q=48, block_k=29)
+
+        monkeypatch.setattr(_cpu, "plan", small)
         return NumpyBackend()
     if not gpu_is_there():
         pytest.skip("no CUDA GPU")

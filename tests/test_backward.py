@@ -170,6 +170,81 @@ def test_nan_stays_in_its_sequence_its_row_and_its_kv_head(backend: Backend, rng
         assert np.isnan(after[:, :, 1]).any()
 
 
+def test_a_row_whose_lse_is_minus_infinity_is_not_used(backend: Backend, rng: Random) -> None:
+    """Whatever it could see: neither its q nor what flows into it."""
+    (q, k, v, out, lse, dout), _ = _saved(backend, rng)
+    q, out, lse, dout = (backend.get(array).copy() for array in (q, out, lse, dout))
+    dlse = rng.standard_normal(lse.shape).astype(np.float32)
+    keep = np.arange(70) != 33
+
+    def gradients(rows: np.ndarray) -> tuple[np.ndarray, ...]:
+        arrays = (backend.put(np.ascontiguousarray(array[:, rows])) for array in (q, out, dout))
+        of_rows = (backend.put(np.ascontiguousarray(array[:, :, rows])) for array in (lse, dlse))
+        (own_q, own_out, own_dout), (own_lse, own_dlse) = arrays, of_rows
+        return _numpy(backend, cf.attn_bwd(own_q, k, v, own_out, own_lse, own_dout, dlse=own_dlse))
+
+    dq, dk, dv = gradients(keep)
+    lse[:, :, 33], q[:, 33], dout[:, 33], dlse[:, :, 33] = -np.inf, np.nan, np.inf, np.inf
+    all_dq, all_dk, all_dv = gradients(np.full(70, True))
+    assert not all_dq[:, 33].any()
+    for left, right in ((dq, all_dq[:, keep]), (dk, all_dk), (dv, all_dv)):
+        np.testing.assert_allclose(right, left, rtol=0, atol=SUM_TOLERANCE)
+
+
+def test_nan_stays_within_reach_of_the_window(backend: Backend, rng: Random) -> None:
+    """Row 0 and key 0 see keys and rows to 5: a tile of at most 512 lies between them and the last ones."""
+    q, k, v = _qkv(rng, len_q=1500, len_k=1500, width=16)
+    options: dict[str, Any] = {"window": (5, 5)}
+    saved = cf.attn_fwd(*map(backend.put, (q, k, v)), **options)
+    dout = rng.standard_normal(saved.out.shape).astype(np.float32)
+    clean = _numpy(backend, cf.attn_bwd(*map(backend.put, (q, k, v)), *saved, backend.put(dout), **options))
+    for poisoned in (q, k, v, dout):
+        kept = poisoned[:, 0].copy()
+        poisoned[:, 0] = np.nan
+        dirty = _numpy(backend, cf.attn_bwd(*map(backend.put, (q, k, v)), *saved, backend.put(dout), **options))
+        poisoned[:, 0] = kept
+        assert any(np.isnan(grad).any() for grad in dirty)
+        for before, after in zip(clean, dirty, strict=True):
+            np.testing.assert_array_equal(after[:, 1024:], before[:, 1024:])
+
+
+def test_a_key_that_no_row_sees_is_not_seen(backend: Backend, rng: Random) -> None:
+    q, k, v = _qkv(rng, len_q=40, len_k=100)
+    options: dict[str, Any] = {"causal": "top-left"}
+    saved = cf.attn_fwd(*map(backend.put, (q, k, v)), **options)
+    dout = backend.put(rng.standard_normal(saved.out.shape).astype(np.float32))
+    clean = _numpy(backend, cf.attn_bwd(*map(backend.put, (q, k, v)), *saved, dout, **options))
+    k[:, 40:], v[:, 40:] = np.nan, np.nan
+    dirty = _numpy(backend, cf.attn_bwd(*map(backend.put, (q, k, v)), *saved, dout, **options))
+    for before, after in zip(clean, dirty, strict=True):
+        np.testing.assert_array_equal(before, after)
+    for grad in dirty[1:]:
+        assert grad[:, 40:].tobytes() == bytes(grad[:, 40:].nbytes)
+
+
+def test_a_sink_of_minus_infinity_has_gradient_zero_whatever_flows(backend: Backend, rng: Random) -> None:
+    q, k, v = map(backend.put, _qkv(rng))
+    sink = backend.put(np.array([-np.inf, 0.5], np.float32))
+    out, lse = cf.attn_fwd(q, k, v, sink=sink)
+    dout = rng.standard_normal(out.shape).astype(np.float32)
+    dout[:, 3, 0] = np.nan
+    dsink = backend.get(cf.attn_bwd(q, k, v, out, lse, backend.put(dout), sink=sink).dsink)
+    assert dsink[0] == 0
+    assert np.isfinite(dsink[1])
+    assert dsink[1] != 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_products_see_dout_in_the_dtype_of_q(backend: Backend, dtype: str, rng: Random) -> None:
+    """dv is a product of dout and knows nothing of delta."""
+    q, k, v = (backend.put(array.astype(DTYPES[dtype])) for array in _qkv(rng))
+    out, lse = cf.attn_fwd(q, k, v)
+    dout = rng.standard_normal(out.shape).astype(np.float32)
+    full = cf.attn_bwd(q, k, v, out, lse, backend.put(dout)).dv
+    rounded = cf.attn_bwd(q, k, v, out, lse, backend.put(dout.astype(DTYPES[dtype]))).dv
+    _assert_same_bits((backend.get(full),), (backend.get(rounded),))
+
+
 def test_rows_of_no_sequence_are_not_read(backend: Backend, rng: Random) -> None:
     q, k, v = (array[0] for array in _qkv(rng))
     options: dict[str, Any] = {

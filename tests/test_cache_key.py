@@ -1,4 +1,4 @@
-"""Which calls share a binary, and which must not: seen through the public checks, on NumPy arrays, planned for a GPU."""
+"""Which calls share a binary, and which must not: NumPy arrays through the public checks, planned for a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from tests.binaries import cover
 SLOPES = np.ones(4, np.float32)
 
 
-def _binaries(options: dict[str, Any], arguments: dict[str, Any], lengths: tuple[int, int] = (70, 90), **shape: Any) -> list[Any]:
+def _binaries(
+    options: dict[str, Any], arguments: dict[str, Any], lengths: tuple[int, int] = (70, 90), **shape: Any
+) -> list[Any]:
     """The binaries of a forward and a backward that a GPU would run for these arrays."""
     dtype, dim, dim_v = shape.get("dtype", ml_dtypes.bfloat16), shape.get("dim", 64), shape.get("dim_v", 64)
     batch, heads = shape.get("batch", 2), shape.get("heads", (4, 2))

@@ -31,7 +31,17 @@ def test_every_head_dim_has_a_plan_that_fits(device: Device, dim: int, dtype: st
 
 
 def test_a_head_dim_spends_the_next_tile() -> None:
-    assert [head_dim_tile(dim) for dim in (1, 32, 33, 40, 72, 80, 97, 129, 256)] == [32, 32, 64, 64, 96, 96, 128, 192, 256]
+    assert [head_dim_tile(dim) for dim in (1, 32, 33, 40, 72, 80, 97, 129, 256)] == [
+        32,
+        32,
+        64,
+        64,
+        96,
+        96,
+        128,
+        192,
+        256,
+    ]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -1,9 +1,10 @@
-"""CUDA sources: flattened text, generated constants, the include graph, and parameter structs that mirror the header."""
+"""CUDA sources: flattened text, generated constants, the include graph, parameter structs that mirror the header."""
 
 from __future__ import annotations
 
 import re
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,9 @@ def test_every_kernel_is_one_file_with_one_entry_of_its_name() -> None:
     files = {path.stem: path.read_text(encoding="utf-8") for path in source.root().glob("*.cu")}
     assert set(files) == set(KERNELS.values())
     for kernel, text in files.items():
-        assert re.findall(r"^(?:extern \"C\" __global__[^\n]*\s)(\w+)\(|__launch_bounds__\([^)]*\) (\w+)\(", text, re.MULTILINE)
+        assert re.findall(
+            r"^(?:extern \"C\" __global__[^\n]*\s)(\w+)\(|__launch_bounds__\([^)]*\) (\w+)\(", text, re.MULTILINE
+        )
         assert len(re.findall(r"\b__global__\b", text)) == 1
         assert re.search(rf"\b{kernel}\(const __grid_constant__ cf::\w+ params\)", text)
 
@@ -115,7 +118,7 @@ def _leaves(dtype: np.dtype) -> list[np.dtype]:
     return [leaf for name in dtype.names for leaf in _leaves(dtype.fields[name][0])]
 
 
-def _values(value: np.void | np.ndarray | np.generic) -> list[float]:
+def _values(value: Any) -> list[float]:
     if isinstance(value, np.ndarray):
         return [x for item in value for x in _values(item)]
     if value.dtype.names is None:

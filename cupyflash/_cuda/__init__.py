@@ -9,7 +9,7 @@ from .._spec import Call, Spec, View
 from . import device as _device
 from . import plan as _plan
 from .arguments import NO_TENSOR, TYPE_CODES, per_row, pointer, problem, rows, scores, tiles_of
-from .constants import ITEM_BYTES, BwdPreprocess, MergeStates, MergeStatesBwd
+from .constants import ITEM_BYTES, BwdPreprocess, FwdGeneric, MergeStates, MergeStatesBwd
 from .launch import run
 from .params import MERGE_STATES
 from .plan import BackwardPlan, Plan
@@ -21,7 +21,7 @@ ROW_PAD = 128  # kRowPad of attn/sequence.cuh: rows of per-row workspaces, a seq
 _ALIGN = 256  # bytes, of each part of a workspace
 
 
-def plan(spec: Spec, call: Call, *, backward: bool, override: object | None = None) -> Plan | BackwardPlan:
+def plan(spec: Spec, call: Call, *, backward: bool, override: object | None = None) -> Any:
     """Which kernels serve the call, and why. Raises UnsupportedError; an override is validated, never adjusted."""
     _plan.refuse_sizes(call)
     choose = _plan.backward if backward else _plan.forward
@@ -29,9 +29,9 @@ def plan(spec: Spec, call: Call, *, backward: bool, override: object | None = No
     return chosen if override is None else _plan.validate(override, chosen)
 
 
-def forward(spec: Spec, call: Call, plan: Plan) -> None:
+def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric]) -> None:
     """Write out and lse."""
-    c: Any = plan.constants
+    c = plan.constants
     values = (
         *problem(spec, call, c.query_tile, c.key_tile),
         *scores(spec, call),
@@ -45,16 +45,18 @@ def forward(spec: Spec, call: Call, plan: Plan) -> None:
 
 
 def workspace_bytes(spec: Spec, call: Call, *, backward: bool) -> int:
-    """Bytes that a call takes beyond its results: (lse, delta) pairs and the FP32 dq of a backward, and dout where it is rounded."""
+    """Bytes beyond the results: a backward's (lse, delta) pairs, its FP32 dq, and dout where it is rounded."""
     return sum(_aligned(size) for size in _workspace_parts(spec, call)) if backward else 0
 
 
 def backward(spec: Spec, call: Call, plan: BackwardPlan) -> None:
     """Write dq, dk and dv (dsink too with a sink), or add to them."""
-    main: Any = plan.main.constants
+    main, finish = plan.main.constants, plan.finish.constants
     sizes = _workspace_parts(spec, call)
-    assert call.empty is not None and call.q is not None and call.dout is not None and call.lse is not None
-    workspace = call.workspace or call.empty((sum(_aligned(size) for size in sizes),), "uint8")
+    workspace = call.workspace
+    if workspace is None:
+        assert call.empty is not None
+        workspace = call.empty((sum(_aligned(size) for size in sizes),), "uint8")
     stats = workspace.ptr
     dq_accum = stats + _aligned(sizes[0])
     rounded = dq_accum + _aligned(sizes[1]) if sizes[2] else 0
@@ -81,7 +83,6 @@ def backward(spec: Spec, call: Call, plan: BackwardPlan) -> None:
         dq_accum,
     )
     run(plan.main, _blocks(call, call.len_k, main.key_tile, spec.heads_kv), values, call.device, call.stream)
-    finish: Any = plan.finish.constants
     where = problem(spec, call, finish.query_tile, main.key_tile)
     blocks = _blocks(call, call.len_q, finish.query_tile, spec.heads_q)
     run(plan.finish, blocks, (*where, *rows(call.dq), dq_accum, call.scale, cols), call.device, call.stream)
@@ -89,11 +90,12 @@ def backward(spec: Spec, call: Call, plan: BackwardPlan) -> None:
 
 def preprocess(call: Call) -> None:
     """Write delta = rowsum(dout * out) - dlse."""
-    out, dout = call.out, call.dout
-    assert out is not None and dout is not None
+    out, dout = _given(call.out), _given(call.dout)
     for name, view in (("out", out), ("dout", dout)):
         if view.dtype not in ITEM_BYTES:
-            raise UnsupportedError(f"{call.function}: `{name}` is {view.dtype}; {', '.join(ITEM_BYTES)} are accepted on the GPU.")
+            raise UnsupportedError(
+                f"{call.function}: `{name}` is {view.dtype}; {', '.join(ITEM_BYTES)} are accepted on the GPU."
+            )
     _plan.refuse_sizes(call)
     heads, dim = out.shape[2], out.shape[3]
     constants = BwdPreprocess("float32", out.dtype, dout.dtype, copy_bytes=1)
@@ -104,7 +106,7 @@ def preprocess(call: Call) -> None:
 
 
 def merge(call: MergeCall) -> None:
-    """Write out and lse of the merged states, any number of them: MERGE_STATES a launch, the running result among the next."""
+    """Write out and lse of any number of states: MERGE_STATES a launch, the running result among the next."""
     out, lse = _given(call.out), _given(call.lse)
     _refuse_states(call, [*call.outs, out], [*call.lses, lse])
     states = list(zip(call.outs, call.lses, strict=True))
@@ -136,8 +138,8 @@ def _refuse_states(call: MergeCall, outs: list[View], lses: list[View]) -> None:
         for view in views:
             if view.dtype not in accepted:
                 raise UnsupportedError(
-                    f"{call.function}: `{name}` in {view.dtype} is not supported on the GPU; {', '.join(accepted)} are. "
-                    "The NumPy backend merges any."
+                    f"{call.function}: `{name}` in {view.dtype} is not supported on the GPU; "
+                    f"{', '.join(accepted)} are. The NumPy backend merges any."
                 )
 
 
@@ -153,22 +155,22 @@ def _states(states: list[tuple[View, View]]) -> tuple[int, ...]:
 
 
 def _run_merge(
-    constants: MergeStates | MergeStatesBwd, call: MergeCall, shape: tuple[int, ...], states: tuple[int, ...], count: int
+    constants: MergeStates | MergeStatesBwd, call: MergeCall, shape: tuple[int, ...], states: tuple[int, ...], num: int
 ) -> None:
     batch, length, heads, dim = shape
     plan = Plan(constants, _device.of(call.device).arch, "the only kernel that does this")
-    values = (*states, count, batch, length, heads, dim, 0)
+    values = (*states, num, batch, length, heads, dim, 0)
     run(plan, -(-batch * length * heads // constants.warps), values, call.device, call.stream)
 
 
 def _given(view: View | None) -> View:
     if view is None:
-        raise AssertionError("a merge without its arrays")
+        raise AssertionError("an array that the front always gives is missing")
     return view
 
 
 def _run_preprocess(
-    plan: Plan,
+    plan: Plan[BwdPreprocess],
     heads: int,
     call: Call,
     where: tuple[Any, ...],
@@ -191,8 +193,7 @@ def _run_preprocess(
         accum_cols,
         0,
     )
-    constants: Any = plan.constants
-    run(plan, _blocks(call, call.len_q, constants.query_tile, heads), values, call.device, call.stream)
+    run(plan, _blocks(call, call.len_q, plan.constants.query_tile, heads), values, call.device, call.stream)
 
 
 def _blocks(call: Call, length: int, tile: int, heads: int) -> int:

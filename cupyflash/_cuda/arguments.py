@@ -33,7 +33,7 @@ def _is_64(view: View | None) -> int:
 
 
 def tiles_of(length: int, tile: int, call: Call) -> int:
-    """Tiles of one head: of one sequence when dense; when packed of all, at most one ragged tile each, and two of slack."""
+    """Tiles of one head: of one sequence, or of all packed ones, with a ragged tile each and two of slack."""
     whole = -(-length // tile)
     return whole if call.cu_seqlens_q is None else whole + call.batch + 2
 

@@ -23,7 +23,7 @@ _lock = threading.Lock()
 _notice_given = False
 
 
-def kernel(plan: Plan, ordinal: int) -> Any:
+def kernel(plan: Plan[Any], ordinal: int) -> Any:
     """The loaded kernel of this plan on this device; compiled at most once a process."""
     key = (plan.binary, ordinal)
     found = _kernels.get(key)
@@ -35,7 +35,7 @@ def kernel(plan: Plan, ordinal: int) -> Any:
     return found
 
 
-def _load(plan: Plan, ordinal: int) -> Any:
+def _load(plan: Plan[Any], ordinal: int) -> Any:
     import cupy
 
     began = time.perf_counter()
@@ -54,13 +54,13 @@ def _load(plan: Plan, ordinal: int) -> Any:
     return function
 
 
-def _notice(plan: Plan, seconds: float) -> None:
+def _notice(plan: Plan[Any], seconds: float) -> None:
     global _notice_given
     if seconds < _SLOW_SECONDS or _notice_given or QUIET in os.environ:
         return
     _notice_given = True
     print(
-        f"cupyflash: compiling {plan.kernel} for sm_{plan.arch} took {seconds:.1f} s; CuPy keeps the result on disk, so the next "
-        f"process starts without this wait. Set {QUIET}=1 to silence this.",
+        f"cupyflash: compiling {plan.kernel} for sm_{plan.arch} took {seconds:.1f} s; CuPy keeps the result on disk, "
+        f"so the next process starts without this wait. Set {QUIET}=1 to silence this.",
         file=sys.stderr,
     )

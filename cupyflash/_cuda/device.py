@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,12 @@ KNOWN = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def of(ordinal: int) -> Device:
     """The facts of the GPU with this CUDA ordinal."""
     import cupy
 
     device = cupy.cuda.Device(ordinal)
     attributes = device.attributes
-    return Device(int(device.compute_capability), attributes["MaxSharedMemoryPerBlockOptin"], attributes["MultiProcessorCount"])
+    arch, smem_bytes = int(device.compute_capability), attributes["MaxSharedMemoryPerBlockOptin"]
+    return Device(arch, smem_bytes, attributes["MultiProcessorCount"])

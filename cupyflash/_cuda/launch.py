@@ -17,7 +17,7 @@ class _Stream:
         self.ptr = ptr
 
 
-def run(plan: Plan, blocks: int, values: tuple[Any, ...], device: int, stream: int) -> None:
+def run(plan: Plan[Any], blocks: int, values: tuple[Any, ...], device: int, stream: int) -> None:
     """Launch `blocks` blocks with this struct on this stream; nothing for none."""
     import cupy
 
@@ -26,6 +26,5 @@ def run(plan: Plan, blocks: int, values: tuple[Any, ...], device: int, stream: i
     if blocks > MAX_BLOCKS:
         raise UnsupportedError(f"{plan.kernel}: {blocks} blocks; a grid holds at most {MAX_BLOCKS}. Split the batch.")
     with cupy.cuda.Device(device):
-        kernel(plan, device)(
-            (blocks, 1, 1), (plan.threads, 1, 1), (pack(plan.kernel, values),), shared_mem=plan.smem_bytes, stream=_Stream(stream)
-        )
+        launch, argument = kernel(plan, device), pack(plan.kernel, values)
+        launch((blocks,), (plan.threads,), (argument,), shared_mem=plan.smem_bytes, stream=_Stream(stream))

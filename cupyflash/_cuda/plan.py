@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from .._errors import UnsupportedError
 from .._spec import Call, Mask, Spec
@@ -20,13 +20,17 @@ MAX_HEAD_DIM = HEAD_DIMS[-1]
 MAX_LENGTH = 2**30 - 1  # rows of one sequence axis: kernels keep row numbers and distances in 32 bits
 MAX_BLOCKS = 2**31 - 1  # of a one-dimensional grid
 _CPU = "the NumPy backend does this"
+_WRITTEN = "float16, bfloat16 and float32 are written on the GPU"
+
+
+C = TypeVar("C", bound=Constants, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Generic[C]):
     """One kernel as it will be launched; grid and workspace follow from it and the lengths."""
 
-    constants: Constants
+    constants: C
     arch: int
     why: str
 
@@ -57,9 +61,9 @@ class Plan:
 class BackwardPlan(NamedTuple):
     """The kernels of a backward, run in this order."""
 
-    preprocess: Plan
-    main: Plan
-    finish: Plan
+    preprocess: Plan[BwdPreprocess]
+    main: Plan[BwdGeneric]
+    finish: Plan[BwdFinish]
 
     def __str__(self) -> str:
         return "\n".join(str(plan) for plan in self)
@@ -82,9 +86,8 @@ def refuse(spec: Spec, *, backward: bool) -> None:
         (spec.deterministic and backward, "`deterministic`", f"the CUDA backward sums dq by atomics so far; {_CPU}"),
         (spec.paged, "`block_table`", f"no CUDA kernel reads pages yet; {_CPU}"),
         (spec.split, "`num_splits` or `split_len`", f"no CUDA kernel splits keys yet; {_CPU}"),
-        (spec.out_dtype not in ITEM_BYTES, f"out in {spec.out_dtype}", "float16, bfloat16 and float32 are written on the GPU"),
-        (spec.grad_dtype is not None and spec.grad_dtype not in ITEM_BYTES, f"gradients in {spec.grad_dtype}",
-         "float16, bfloat16 and float32 are written on the GPU"),
+        (spec.out_dtype not in ITEM_BYTES, f"out in {spec.out_dtype}", _WRITTEN),
+        (spec.grad_dtype is not None and spec.grad_dtype not in ITEM_BYTES, f"{spec.grad_dtype} gradients", _WRITTEN),
     )  # fmt: skip
     for applies, given, accepted in reasons:
         if applies:
@@ -95,7 +98,8 @@ def refuse_sizes(call: Call) -> None:
     """Raise UnsupportedError for lengths beyond 32-bit row numbers."""
     for name, length in (("len_q", call.len_q), ("len_k", call.len_k)):
         if length > MAX_LENGTH:
-            raise UnsupportedError(f"{call.function}: {length} rows ({name}); the CUDA kernels take at most {MAX_LENGTH}.")
+            accepted = f"the CUDA kernels take at most {MAX_LENGTH}"
+            raise UnsupportedError(f"{call.function}: {length} rows ({name}); {accepted}.")
 
 
 def _copy_bytes(spec: Spec) -> int:
@@ -114,7 +118,7 @@ def _score_switches(spec: Spec) -> dict[str, bool]:
     }
 
 
-def legal_forward(spec: Spec, device: Device) -> Iterator[Plan]:
+def legal_forward(spec: Spec, device: Device) -> Iterator[Plan[FwdGeneric]]:
     """Candidates of `fwd_generic`, best first."""
     head_dim, head_dim_v = head_dim_tile(spec.head_dim), head_dim_tile(spec.head_dim_v)
     table = tiles.FWD_16BIT if ITEM_BYTES[spec.dtype] == 2 else tiles.FWD_32BIT
@@ -134,7 +138,8 @@ def legal_forward(spec: Spec, device: Device) -> Iterator[Plan]:
 
 def legal_backward(spec: Spec, device: Device) -> Iterator[BackwardPlan]:
     """Candidates of the backward, best first."""
-    assert spec.grad_dtype is not None and spec.dout_dtype is not None
+    assert spec.grad_dtype is not None
+    assert spec.dout_dtype is not None
     head_dim, head_dim_v = head_dim_tile(spec.head_dim), head_dim_tile(spec.head_dim_v)
     table = tiles.BWD_16BIT if ITEM_BYTES[spec.dtype] == 2 else tiles.BWD_32BIT
     for rank, tile in enumerate(table[max(head_dim, head_dim_v)]):
@@ -179,7 +184,7 @@ def _why(rank: int, device: Device) -> str:
 
 
 @lru_cache(maxsize=1024)
-def forward(spec: Spec, device: Device) -> Plan:
+def forward(spec: Spec, device: Device) -> Plan[FwdGeneric]:
     """The kernel of a forward. Raises UnsupportedError."""
     refuse(spec, backward=False)
     return next(legal_forward(spec, device))
@@ -198,7 +203,8 @@ def validate(override: Any, chosen: Plan | BackwardPlan) -> Any:
     Raises TypeError for another kind of value, ValueError for other constants than the call needs.
     """
     if type(override) is not type(chosen):
-        raise TypeError(f"`plan` is a {type(override).__name__}; a {type(chosen).__name__} is accepted, as `Attention.plan` returns.")
+        given, wanted = type(override).__name__, type(chosen).__name__
+        raise TypeError(f"`plan` is a {given}; a {wanted} is accepted, as `Attention.plan` returns.")
     pairs = zip(override, chosen, strict=True) if isinstance(chosen, BackwardPlan) else ((override, chosen),)
     for given, wanted in pairs:
         tile_names = tiles.BwdTile._fields if isinstance(wanted.constants, BwdGeneric) else tiles.FwdTile._fields

@@ -6,7 +6,7 @@ The result is the whole truth about a binary: CuPy's cache key covers the text, 
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from .constants import KERNELS, Constants, render
@@ -14,7 +14,7 @@ from .constants import KERNELS, Constants, render
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"\s*$')
 
 
-@lru_cache(maxsize=1)
+@cache
 def root() -> Path:
     """The folder of CUDA sources: inside the installed package, or at the top of a checkout."""
     package = Path(__file__).resolve().parents[1]
@@ -25,7 +25,7 @@ def root() -> Path:
     raise FileNotFoundError(f"cuda_src is missing from this installation: looked in {installed} and {checkout}")
 
 
-@lru_cache(maxsize=None)
+@cache
 def flatten(kernel: str) -> str:
     """`kernel`.cu with quoted includes inlined once each, `#line` kept right; angle includes are left to NVRTC."""
     seen: set[str] = set()

@@ -1,0 +1,162 @@
+"""What only a GPU can show: nothing allocated beyond outputs and workspace, 64-bit offsets, the first call."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupyflash as cf
+from cupyflash import testing
+from tests.backends import CupyBackend, gpu_is_there
+
+Random = np.random.Generator
+BF16 = np.dtype(ml_dtypes.bfloat16)
+FIRST_CALL_SECONDS = 3.0  # from an empty cache, the compiler's own start included
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not gpu_is_there(), reason="no CUDA GPU")]
+
+
+@pytest.fixture
+def gpu() -> CupyBackend:
+    return CupyBackend()
+
+
+def _draw(rng: Random, *shape: int, dtype: Any = BF16) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32).astype(dtype)
+
+
+@pytest.mark.parametrize("memory", ["contiguous", "gaps", "every second", "reversed"])
+@pytest.mark.parametrize("dtype", [BF16, np.float16, np.float32])
+def test_nothing_is_allocated_beyond_outputs_and_workspace(
+    gpu: CupyBackend, memory: str, dtype: Any, rng: Random
+) -> None:
+    """Whatever the strides: with outputs and workspace given, not one byte."""
+    cupy = gpu.xp
+    attention = cf.Attention(causal=True, softcap=5.0)
+    q, k, v = (gpu.put(_draw(rng, 2, 77, heads, 40, dtype=dtype), memory) for heads in (4, 2, 2))
+    dout = gpu.put(_draw(rng, 2, 77, 4, 40, dtype=dtype), memory)
+    out, lse = attention.fwd(q, k, v)
+    grads = attention.bwd(q, k, v, out, lse, dout)
+    workspace = cupy.empty(attention.workspace_size(q, k, v, backward=True, dout=dout, out=out), np.uint8)
+    asked: list[int] = []
+    pool = cupy.cuda.MemoryPool()
+
+    def allocate(size: int) -> Any:
+        asked.append(size)
+        return pool.malloc(size)
+
+    with cupy.cuda.using_allocator(allocate):
+        attention.fwd(q, k, v, out=out, lse=lse)
+        attention.bwd(q, k, v, out, lse, dout, dq=grads.dq, dk=grads.dk, dv=grads.dv, workspace=workspace)
+        assert asked == []
+        attention.fwd(q, k, v)
+        assert len(asked) == 2
+    cupy.cuda.get_current_stream().synchronize()
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float32])
+def test_offsets_beyond_32_bits(gpu: CupyBackend, dtype: Any, rng: Random) -> None:
+    """Batch rows 2^31 elements apart, in both directions: every array is reached through its own 64-bit strides."""
+    cupy = gpu.xp
+    far, (length, heads, dim) = 2**31 + 64, (70, 2, 64)
+    host = [_draw(rng, 2, length, heads, dim, dtype=dtype) for _ in range(4)]
+
+    def spread(values: np.ndarray | None) -> Any:
+        array = cupy.ndarray(
+            (2, length, heads, dim),
+            dtype,
+            cupy.empty(far + length * heads * dim, dtype).data,
+            strides=tuple(stride * np.dtype(dtype).itemsize for stride in (far, heads * dim, dim, 1)),
+        )
+        array[...] = cupy.asarray(values) if values is not None else np.nan
+        return array
+
+    q, k, v, dout = (spread(values) for values in host)
+    out, grads = spread(None), [spread(None) for _ in range(3)]
+    lse = cupy.empty((2, heads, length), np.float32)
+    cf.attn_fwd(q, k, v, causal=True, out=out, lse=lse)
+    cf.attn_bwd(q, k, v, out, lse, dout, causal=True, **dict(zip(("dq", "dk", "dv"), grads, strict=True)))
+    near = [cupy.asarray(values) for values in host]
+    saved = cf.attn_fwd(*near[:3], causal=True)
+    expected = cf.attn_bwd(*near[:3], *saved, near[3], causal=True)
+    assert gpu.get(cupy.ascontiguousarray(out)).tobytes() == gpu.get(saved.out).tobytes()
+    for name, far_grad, grad in zip(("dq", "dk", "dv"), grads, expected, strict=True):
+        far_grad = gpu.get(cupy.ascontiguousarray(far_grad))
+        assert np.isfinite(far_grad.astype(np.float32)).all(), name
+        if name != "dq":  # dq is summed in the order of arrival
+            assert far_grad.tobytes() == gpu.get(grad).tobytes(), name
+
+
+@pytest.mark.parametrize("offsets", [[0, -5, 200], [9, 3, 150], [0, 2**40, 50], [50, 100, 40]])
+def test_wild_offsets_stay_inside_the_arrays(gpu: CupyBackend, offsets: list[int], rng: Random) -> None:
+    """They are clamped, not believed: guard rows behind every array keep what they held."""
+    cupy = gpu.xp
+    rows, guard = 130, 130
+    bounds = cupy.asarray(np.array(offsets, np.int64))
+    arrays = [gpu.put(_draw(rng, rows + guard, 2, 32)) for _ in range(4)]
+    q, k, v, dout = (array[:rows] for array in arrays)
+    written = [cupy.full((rows + guard, 2, 32), 7, BF16) for _ in range(4)]
+    out, dq, dk, dv = (array[:rows] for array in written)
+    packed: dict[str, Any] = {"layout": "thd", "cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+    _, lse = cf.attn_fwd(q, k, v, out=out, **packed)
+    cf.attn_bwd(q, k, v, out, lse, dout, dq=dq, dk=dk, dv=dv, **packed)
+    for array in written:
+        assert (gpu.get(array[rows:]) == 7).all()
+
+
+def test_empty_rows_do_not_touch_a_nan_in_dout(gpu: CupyBackend, rng: Random) -> None:
+    """A row that sees nothing beside rows that do, in one tile: its dout is not used, its dq is bitwise zero."""
+    q, k, v = (_draw(rng, 1, length, 2, 64, dtype=np.float32) for length in (200, 90, 90))
+    arrays = [gpu.put(array) for array in (q, k, v)]
+    saved = cf.attn_fwd(*arrays, causal=True)
+    dout = _draw(rng, 1, 200, 2, 64, dtype=np.float32)
+    expected = testing.reference_bwd(*(a.astype(np.float64) for a in (q, k, v)), dout.astype(np.float64), causal=True)
+    dout[:, :110] = np.nan
+    grads = cf.attn_bwd(*arrays, *saved, gpu.put(dout), causal=True)
+    assert not gpu.get(grads.dq)[:, :110].any()
+    for name in ("dk", "dv"):
+        assert np.isfinite(gpu.get(getattr(grads, name))).all(), name
+    assert np.isfinite(expected["dk"]).all()
+
+
+FIRST_CALL = """
+import sys, time
+import cupy, numpy as np
+import cupyflash as cf
+from cupy.cuda import nvrtc
+compiled = []
+original = nvrtc.compileProgram
+def count(*args): compiled.append(1); return original(*args)
+nvrtc.compileProgram = count
+q = cupy.asarray(np.random.default_rng().standard_normal((1, 256, 4, 128)), np.float16)
+cupy.cuda.get_current_stream().synchronize()
+began = time.perf_counter()
+out, lse = cf.attn_fwd(q, q, q, causal=True)
+cupy.cuda.get_current_stream().synchronize()
+print(time.perf_counter() - began, len(compiled))
+"""
+
+
+def test_the_first_call_is_quick_and_the_next_process_compiles_nothing(tmp_path: Path) -> None:
+    environment = os.environ | {"CUPY_CACHE_DIR": str(tmp_path), "CUPYFLASH_QUIET": "1"}
+
+    def first_call() -> tuple[float, int, int]:
+        done = subprocess.run(
+            [sys.executable, "-c", FIRST_CALL], env=environment, capture_output=True, text=True, timeout=120, check=True
+        )
+        seconds, compiled = done.stdout.split()
+        return float(seconds), int(compiled), len(list(tmp_path.iterdir()))
+
+    cold, _, stored = first_call()
+    warm, _, stored_after = first_call()
+    print(f"first forward {cold:.2f} s from an empty cache, {warm:.2f} s from the disk cache")
+    assert cold <= FIRST_CALL_SECONDS
+    assert warm < cold
+    assert stored > 0 and stored_after == stored
