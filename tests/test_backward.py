@@ -122,11 +122,15 @@ def test_accumulated_halves_of_the_queries_make_the_whole(rng: Random) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_rows_and_keys_without_a_partner_get_bitwise_zero(backend: Backend, accumulate: bool, rng: Random) -> None:
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_rows_without_keys_add_bitwise_zero(backend: Backend, has_sink: bool, accumulate: bool, rng: Random) -> None:
+    """Neither such a row nor what flows into it may reach a gradient, whether its lse is -inf or the sink."""
     q, k, v = _qkv(rng, len_q=130, len_k=70)
     options: dict[str, Any] = {"causal": True, "window": (20, 0), "scale": -0.3}
+    if has_sink:
+        options["sink"] = backend.put(rng.standard_normal(2).astype(np.float32))
     out, lse = cf.attn_fwd(*map(backend.put, (q, k, v)), **options)
-    q[:, :60] = np.nan  # rows that see nothing: neither they nor what flows into them may reach a gradient
+    q[:, :60] = np.nan
     dout = rng.standard_normal(out.shape).astype(np.float32)
     dout[:, :60] = np.inf
     dlse = np.where(np.isneginf(backend.get(lse)), -np.inf, 1).astype(np.float32)
@@ -134,10 +138,12 @@ def test_rows_and_keys_without_a_partner_get_bitwise_zero(backend: Backend, accu
     sums = {}
     if accumulate:
         sums = {f"d{name}": backend.put(np.zeros_like(array)) for name, array in (("q", q), ("k", k), ("v", v))}
+        if has_sink:
+            sums["dsink"] = backend.put(np.zeros(2, np.float32))
     grads = cf.attn_bwd(
         *arrays, out, lse, backend.put(dout), dlse=backend.put(dlse), accumulate=accumulate, **sums, **options
     )
-    dq, dk, dv = _numpy(backend, grads)
+    dq, dk, dv = _numpy(backend, grads[:3])
     assert dq[:, :60].tobytes() == bytes(dq[:, :60].nbytes)
     for grad in (dq[:, 60:], dk, dv):
         assert np.isfinite(grad).all()
