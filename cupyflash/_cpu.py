@@ -56,7 +56,8 @@ def plan(spec: Spec, call: Call, *, backward: bool, override: object | None = No
     accepted = f"a NumpyPlan with job {job!r} and block sizes of at least 1"
     if not isinstance(override, NumpyPlan):
         raise TypeError(refusal(call.function, "plan", f"is a {type(override).__name__}", f"here it is {accepted}"))
-    if override.job != job or override.block_q < 1 or override.block_k < 1:
+    sizes = (override.block_q, override.block_k)
+    if override.job != job or not all(isinstance(size, int) and size >= 1 for size in sizes):
         raise ValueError(refusal(call.function, "plan", f"is {override}", f"here it is {accepted}"))
     return override
 

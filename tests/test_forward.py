@@ -273,7 +273,8 @@ def test_a_plan_for_another_job_is_refused(rng: Random) -> None:
     attn = cf.Attention()
     with pytest.raises(ValueError, match=r"`plan`.*backward.*forward"):
         attn.fwd(q, k, v, plan=attn.plan(q, k, v, backward=True))
-    with pytest.raises(ValueError, match=r"`plan`.*block_k=0"):
-        attn.fwd(q, k, v, plan=dataclasses.replace(attn.plan(q, k, v), block_k=0))
+    for size in (0, -1, 1.5, "64"):
+        with pytest.raises(ValueError, match=rf"`plan`.*block_k={size!r}"):
+            attn.fwd(q, k, v, plan=dataclasses.replace(attn.plan(q, k, v), block_k=size))
     with pytest.raises(TypeError, match="`plan` is a str"):
         attn.fwd(q, k, v, plan="fast")
