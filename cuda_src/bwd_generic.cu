@@ -103,10 +103,12 @@ bwd_generic(const __grid_constant__ cf::BwdParams params) {
   int head = work.head * group, query = first_query, stage_number = 0;
   bool has_more = queries.begin < queries.end;
   if (has_more) {
+    // Keys that no query sees are not read either: theirs could reach dq.
+    const attn::Range keys = band.keys_of(0, seq.len_q);
     cta::load_rows<kThreads, kCopyBytes>(smem.k, attn::rows<Element>(params.k, seq, seq.k_begin, work.head, key_begin),
-                                         params.k.stride_n, 0, key_end - key_begin, problem.head_dim);
+                                         params.k.stride_n, keys.begin - key_begin, keys.end - key_begin, problem.head_dim);
     cta::load_rows<kThreads, kCopyBytes>(smem.v, attn::rows<Element>(params.v, seq, seq.k_begin, work.head, key_begin),
-                                         params.v.stride_n, 0, key_end - key_begin, problem.head_dim_v);
+                                         params.v.stride_n, keys.begin - key_begin, keys.end - key_begin, problem.head_dim_v);
     load_stage(smem.stages[0], head, query);
   }
   while (has_more) {
@@ -116,10 +118,10 @@ bwd_generic(const __grid_constant__ cf::BwdParams params) {
     const int next_head = head + is_last_tile, next_query = is_last_tile ? first_query : query + kQueryTile;
     has_more = next_head < end_head;
     ptx::cp_async_wait<0>();
-    // a. An empty row's dout is not used: were it a NaN, 0 times it would reach dv.
+    // a. Nothing of an empty row is used: were its q or dout a NaN, 0 times it would reach dk or dv.
     if (__syncthreads_or(has_empty_row)) {
-      for (int i = threadIdx.x; i < kQueryTile * kHeadDimV; i += kThreads)
-        if (stage.stats[i / kHeadDimV].x == kInfinity) *stage.dout.at(i / kHeadDimV, i % kHeadDimV) = Element(0.0f);
+      cta::zero_rows<kThreads>(stage.q, [&](int row) { return stage.stats[row].x == kInfinity; });
+      cta::zero_rows<kThreads>(stage.dout, [&](int row) { return stage.stats[row].x == kInfinity; });
       __syncthreads();
     }
     if (kStages > 1 && has_more) load_stage(smem.stages[stage_number], next_head, next_query);

@@ -16,12 +16,6 @@ __device__ __forceinline__ void cp_async(uint32 dst, const void* src, int valid)
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(src), "n"(kBytes), "r"(valid) : "memory");
 }
 
-template <int kBytes>
-__device__ __forceinline__ void cp_async(uint32 dst, const void* src) {
-  static_assert(kBytes == 16);
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
-}
-
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most kPending of this thread's youngest groups are still in flight.

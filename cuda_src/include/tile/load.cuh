@@ -15,16 +15,18 @@ __device__ __forceinline__ void load_rows(Tile& tile, const typename Tile::Type*
   if (kThreads % Tile::kChunks != 0 && first_row >= kRowStep) return;
   const T* src = gmem + first_row * row_stride + col;
 
-  if (kCopyBytes == 16 && begin <= 0 && end >= Tile::kRows && cols >= Tile::kCols) {  // a whole tile: nothing to ask
+  const int in_row = clamp(cols - col, 0, Tile::kChunk);  // elements
+
+  if (kCopyBytes == 16 && begin <= 0 && end >= Tile::kRows) {  // every row is there: nothing to ask
+    if (in_row == 0) src = gmem;
 #pragma unroll
     for (int step = 0; step < ceil_div(Tile::kRows, kRowStep); ++step, src += kRowStep * row_stride) {
       const int row = first_row + step * kRowStep;
       if (Tile::kRows % kRowStep != 0 && row >= Tile::kRows) break;
-      ptx::cp_async<16>(ptx::shared_address(tile.at(row, col)), src);
+      ptx::cp_async<16>(ptx::shared_address(tile.at(row, col)), src, in_row * static_cast<int>(sizeof(T)));
     }
     return;
   }
-  const int in_row = clamp(cols - col, 0, Tile::kChunk);  // elements
 #pragma unroll 1
   for (int row = first_row; row < Tile::kRows; row += kRowStep, src += kRowStep * row_stride) {
     const int valid = row >= begin && row < end ? in_row : 0;
@@ -40,6 +42,14 @@ __device__ __forceinline__ void load_rows(Tile& tile, const typename Tile::Type*
       for (int i = 0; i < Tile::kChunk; ++i) dst[i] = i < valid ? src[i] : T(0.0f);
     }
   }
+}
+
+// Zeroes the rows of a tile that `is_chosen` names.
+template <int kThreads, class Tile, class F>
+__device__ __forceinline__ void zero_rows(Tile& tile, const F& is_chosen) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Tile::kRows * Tile::kCols; i += kThreads)
+    if (is_chosen(i / Tile::kCols)) *tile.at(i / Tile::kCols, i % Tile::kCols) = typename Tile::Type(0.0f);
 }
 
 }  // namespace cf::cta
