@@ -21,7 +21,10 @@ from cupyflash._cuda import compile, constants, source
 assert source.root().is_relative_to(sys.argv[1]), source.root()
 text = source.compose(constants.MergeStates())
 program = nvrtc.createProgram(text, "merge_states.cu", (), ())
-nvrtc.compileProgram(program, (*compile.OPTIONS, "-arch=sm_80", "-I" + find_nvidia_header_directory("cudart")))
+try:
+    nvrtc.compileProgram(program, (*compile.OPTIONS, "-arch=sm_80", "-I" + find_nvidia_header_directory("cudart")))
+except nvrtc.NVRTCError:
+    sys.exit(nvrtc.getProgramLog(program))
 assert b"merge_states" in nvrtc.getCUBIN(program)
 """
 
