@@ -1,22 +1,25 @@
 """The shapes that are timed, as data, each with its reason.
 
-Every row of the grid has 16,384 tokens and 2,048 query channels, so that all rows move the same bytes and differ only
-in the arithmetic: batch = 16,384 / N, heads = 2,048 / D, bfloat16.
+Every row of a series has 16,384 tokens and 2,048 query channels, so that all rows move the same bytes and differ only
+in the arithmetic: batch = 16,384 / N, heads = 2,048 / D.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 TOKENS = 16_384
 CHANNELS = 2_048
 GRID_LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
 GRID_HEAD_DIMS = (64, 128, 256)
+STANDARD_LENGTHS = (128, 256, *GRID_LENGTHS)
+FLOAT32_LENGTHS = (1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One problem: q [B, N, Hq, D], k and v [B, N, Hkv, D], bfloat16, contiguous."""
+    """One problem: q [B, N, Hq, D], k and v [B, N, Hkv, D], contiguous."""
 
     name: str
     reason: str
@@ -27,6 +30,8 @@ class Case:
     head_dim: int
     is_causal: bool
     window: tuple[int, int] | None = None
+    dtype: str = "bfloat16"
+    series: str | None = None  # the curve over N that this row is a point of
     host: bool = False  # time the host's side of a call, not the GPU's
     against: str | None = None  # the row whose time this one is held to ...
     limit: float | None = None  # ... and the largest ratio to it that is acceptable
@@ -36,10 +41,10 @@ class Case:
         return self.head_dim**-0.5
 
 
-def _row(head_dim: int, is_causal: bool, length: int) -> Case:
+def _row(head_dim: int, is_causal: bool, length: int, dtype: str = "bfloat16") -> Case:
     heads = CHANNELS // head_dim
     return Case(
-        name=f"d{head_dim}-{'causal' if is_causal else 'full'}-{length}",
+        name=f"{'' if dtype == 'bfloat16' else f'{dtype}-'}d{head_dim}-{'causal' if is_causal else 'full'}-{length}",
         reason="training shape",
         batch=TOKENS // length,
         length=length,
@@ -47,12 +52,19 @@ def _row(head_dim: int, is_causal: bool, length: int) -> Case:
         heads_kv=heads,
         head_dim=head_dim,
         is_causal=is_causal,
+        dtype=dtype,
+        series=f"D {head_dim}{', causal' if is_causal else ''}",
     )
 
 
-PEERS = tuple(_row(d, causal, n) for d in GRID_HEAD_DIMS for causal in (False, True) for n in GRID_LENGTHS)
+def _rows(head_dims: Iterable[int], lengths: Iterable[int], dtype: str = "bfloat16") -> tuple[Case, ...]:
+    return tuple(_row(d, causal, n, dtype) for d in head_dims for causal in (False, True) for n in lengths)
 
-QUICK = tuple(_row(d, causal, n) for d in (64, 128) for causal in (False, True) for n in (1024, 4096))
+
+PEERS = _rows(GRID_HEAD_DIMS, GRID_LENGTHS)
+QUICK = _rows((64, 128), (1024, 4096))
+STANDARD = _rows((64, 128), STANDARD_LENGTHS)
+FLOAT32 = _rows((64, 128), FLOAT32_LENGTHS, "float32")
 
 
 def _dim(head_dim: int, against: str | None = None) -> Case:
@@ -95,4 +107,4 @@ EXTRA = (
     Case("host", "what one tiny call costs the host", 1, 16, 1, 1, 64, is_causal=True, host=True),
 )
 
-GRIDS = {"peers": PEERS, "quick": QUICK, "extra": EXTRA}
+GRIDS = {"peers": PEERS, "quick": QUICK, "standard": STANDARD, "float32": FLOAT32, "extra": EXTRA}

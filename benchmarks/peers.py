@@ -1,10 +1,11 @@
-"""Who is timed: cupyflash and, on the same tensors, torch's FlashAttention-2 and cuDNN."""
+"""Who is timed: cupyflash and, on the same tensors, what else torch has for attention."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import cupyflash
 from benchmarks.cases import Case
+from benchmarks.reference import visible_pairs
 
 
 class Absent(Exception):
@@ -20,7 +22,11 @@ class Absent(Exception):
 
 
 class Contestant(Protocol):
-    """One implementation bound to one set of tensors. `backward` uses the state of the last `forward`."""
+    """One implementation bound to one set of tensors. `backward` uses the state of the last `forward`.
+
+    A new one holds nothing but its inputs, and a forward makes nothing that only the backward writes: whatever memory a
+    call takes is then the call's own.
+    """
 
     def context(self) -> AbstractContextManager[Any]:
         """What must surround the calls, and is not timed."""
@@ -36,14 +42,29 @@ class Contestant(Protocol):
 
 
 class Ours:
-    """cupyflash on torch tensors, with outputs and workspace allocated once and poisoned."""
+    """cupyflash on torch tensors, with outputs and workspace allocated once, at the first call, and poisoned."""
 
     def __init__(self, case: Case, q: Any, k: Any, v: Any, dout: Any) -> None:
         self.attention = cupyflash.Attention(causal=case.is_causal, window=case.window)
         self.q, self.k, self.v, self.dout = q, k, v, dout
-        self.out, self.dq, self.dk, self.dv = (torch.full_like(x, torch.nan) for x in (q, q, k, v))
-        self.lse = torch.full((case.batch, case.heads_q, case.length), torch.nan, device=q.device)
-        self.workspaces = [self._workspace(backward=False), self._workspace(backward=True)]
+
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        batch, length, heads, _ = self.q.shape
+        lse = torch.full((batch, heads, length), torch.nan, device=self.q.device)
+        return {"out": torch.full_like(self.q, torch.nan), "lse": lse}
+
+    @cached_property
+    def grads(self) -> dict[str, Any]:
+        return {"d" + name: torch.full_like(getattr(self, name), torch.nan) for name in "qkv"}
+
+    @cached_property
+    def forward_workspace(self) -> Any:
+        return self._workspace(backward=False)
+
+    @cached_property
+    def backward_workspace(self) -> Any:
+        return self._workspace(backward=True)
 
     def _workspace(self, *, backward: bool) -> Any:
         size = self.attention.workspace_size(self.q, self.k, self.v, backward=backward)
@@ -53,61 +74,51 @@ class Ours:
         return nullcontext()
 
     def forward(self) -> None:
-        self.attention.fwd(self.q, self.k, self.v, out=self.out, lse=self.lse, workspace=self.workspaces[0])
+        self.attention.fwd(self.q, self.k, self.v, **self.state, workspace=self.forward_workspace)
 
     def backward(self) -> None:
         self.attention.bwd(
-            self.q,
-            self.k,
-            self.v,
-            self.out,
-            self.lse,
-            self.dout,
-            dq=self.dq,
-            dk=self.dk,
-            dv=self.dv,
-            workspace=self.workspaces[1],
+            self.q, self.k, self.v, **self.state, dout=self.dout, **self.grads, workspace=self.backward_workspace
         )
 
     def results(self) -> dict[str, Any]:
-        return {"out": self.out, "lse": self.lse, "dq": self.dq, "dk": self.dk, "dv": self.dv}
+        return self.state | vars(self).get("grads", {})
 
 
 class Prepared(Ours):
-    """cupyflash again, with its arguments checked and packed once: what a call costs the host beyond its launches."""
-
-    def __init__(self, case: Case, q: Any, k: Any, v: Any, dout: Any) -> None:
-        super().__init__(case, q, k, v, dout)
-        state: dict[str, Any] = {"out": self.out, "lse": self.lse}
-        grads: dict[str, Any] = {"dout": dout, "dq": self.dq, "dk": self.dk, "dv": self.dv}
-        self.forward = self.attention.prepare(q, k, v, **state, workspace=self.workspaces[0])
-        self.backward = self.attention.prepare(q, k, v, True, **state, **grads, workspace=self.workspaces[1])
-
-
-class Sdpa:
-    """One backend of torch's scaled_dot_product_attention; its layout is [B, H, N, D], which a transposed view is."""
-
-    def __init__(self, backend: SDPBackend, case: Case, q: Any, k: Any, v: Any, dout: Any) -> None:
-        if case.window is not None:
-            raise Absent("scaled_dot_product_attention has no window")
-        self.backend, self.case = backend, case
-        self.inputs = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-        self.dout = dout.transpose(1, 2)
-        self.grads: tuple[Any, ...] = ()
-        with warnings.catch_warnings(), self.context():
-            warnings.simplefilter("ignore")  # torch warns why each backend is out; the exception is what counts
-            try:
-                self.forward()
-            except RuntimeError as error:
-                raise Absent(str(error).splitlines()[0]) from error
-
-    def context(self) -> AbstractContextManager[Any]:
-        return sdpa_kernel(self.backend)
+    """cupyflash again, with its arguments checked and packed at the first call: what a call costs the host beyond its
+    launches."""
 
     def forward(self) -> None:
-        self.out = scaled_dot_product_attention(
-            *self.inputs, is_causal=self.case.is_causal, enable_gqa=self.case.heads_q != self.case.heads_kv
+        self.forward = self.attention.prepare(self.q, self.k, self.v, **self.state, workspace=self.forward_workspace)
+        self.forward()
+
+    def backward(self) -> None:
+        arrays = {**self.state, "dout": self.dout, **self.grads}
+        self.backward = self.attention.prepare(
+            self.q, self.k, self.v, True, **arrays, workspace=self.backward_workspace
         )
+        self.backward()
+
+
+class ByAutograd:
+    """Attention of torch that records a graph; its layout is [B, H, N, D], which a transposed view is."""
+
+    def __init__(self, case: Case, q: Any, k: Any, v: Any, dout: Any) -> None:
+        self.case = case
+        self.inputs = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+        self.dout = dout.transpose(1, 2)
+        self.out: Any = None
+        self.grads: tuple[Any, ...] = ()
+
+    def context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def attention(self) -> Any:
+        raise NotImplementedError
+
+    def forward(self) -> None:
+        self.out = self.attention()
 
     def backward(self) -> None:
         self.grads = torch.autograd.grad(self.out, self.inputs, self.dout, retain_graph=True)
@@ -115,6 +126,34 @@ class Sdpa:
     def results(self) -> dict[str, Any]:
         grads = dict(zip(("dq", "dk", "dv"), self.grads, strict=False))
         return {name: x.detach().transpose(1, 2) for name, x in {"out": self.out, **grads}.items()}
+
+    def forget(self) -> None:
+        """As if nothing had been called."""
+        self.out, self.grads = None, ()
+
+
+class Sdpa(ByAutograd):
+    """One backend of torch's scaled_dot_product_attention."""
+
+    def __init__(self, backend: SDPBackend, case: Case, q: Any, k: Any, v: Any, dout: Any) -> None:
+        if case.window is not None:
+            raise Absent("scaled_dot_product_attention has no window")
+        super().__init__(case, q, k, v, dout)
+        self.backend = backend
+        with warnings.catch_warnings(), self.context():
+            warnings.simplefilter("ignore")  # torch warns why each backend is out; the exception is what counts
+            try:
+                self.forward()
+            except RuntimeError as error:
+                raise Absent(str(error).splitlines()[0]) from error
+        self.forget()
+
+    def context(self) -> AbstractContextManager[Any]:
+        return sdpa_kernel(self.backend)
+
+    def attention(self) -> Any:
+        is_grouped = self.case.heads_q != self.case.heads_kv
+        return scaled_dot_product_attention(*self.inputs, is_causal=self.case.is_causal, enable_gqa=is_grouped)
 
 
 class FlashAttention2(Sdpa):
@@ -131,6 +170,105 @@ class FlashAttention2(Sdpa):
         return {**super().results(), "lse": lse[..., : self.case.length]}
 
 
+class Flex(ByAutograd):
+    """torch's FlexAttention, compiled for this very shape; compiling takes seconds a case."""
+
+    def __init__(self, case: Case, q: Any, k: Any, v: Any, dout: Any) -> None:
+        if not q.is_cuda:
+            raise Absent("FlexAttention is compared on a GPU alone")
+        super().__init__(case, q, k, v, dout)
+        try:
+            from torch.nn.attention.flex_attention import flex_attention
+
+            torch.compiler.reset()  # else it gives up on compiling after a few shapes, or makes them dynamic
+            self.compiled: Any = torch.compile(flex_attention, dynamic=False)
+            self.mask = self._mask()
+            self.forward()
+            self.backward()
+        except Exception as error:  # no Triton, no C compiler, a shape it cannot tile: each has its own type
+            raise Absent(f"FlexAttention does not run: {type(error).__name__}: {error}".splitlines()[0]) from error
+        self.forget()
+
+    def _mask(self) -> Any:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        if not self.case.is_causal and self.case.window is None:
+            return None
+        left, right = self.case.window or (self.case.length, self.case.length)
+        if self.case.is_causal:
+            right = min(right, 0)
+
+        def is_visible(_b: Any, _h: Any, query: Any, key: Any) -> Any:
+            return (key >= query - left) & (key <= query + right)
+
+        return create_block_mask(is_visible, None, None, self.case.length, self.case.length, self.dout.device)
+
+    def attention(self) -> Any:
+        is_grouped = self.case.heads_q != self.case.heads_kv
+        return self.compiled(*self.inputs, block_mask=self.mask, enable_gqa=is_grouped)
+
+
+class Standard:
+    """What attention was before it was tiled: plain operations, with P [B, H, N, N] stored for the backward.
+
+    It gets its favourite memory, [B·H, N, D], without paying for it, and torch's own gradient of softmax.
+    """
+
+    def __init__(self, case: Case, q: Any, k: Any, v: Any, dout: Any) -> None:
+        if case.heads_q != case.heads_kv:
+            raise Absent("standard attention is written for one KV head per query head")
+        self.case = case
+        self.hidden: Any = None
+        if q.is_cuda:
+            torch.cuda.empty_cache()
+            _refuse_beyond(torch.cuda.mem_get_info(q.device)[0], standard_bytes(case))
+        self.q, self.k, self.v, self.dout = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v, dout))
+        if (visible := visible_pairs(case, q.device)) is not None:
+            self.hidden = ~visible
+        self.out: Any = None
+        self.p: Any = None
+        self.grads: tuple[Any, ...] = ()
+
+    def context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def forward(self) -> None:
+        self.p = None  # or two of them would be held
+        scores = torch.matmul(self.q * self.case.scale, self.k.mT)
+        if self.hidden is not None:
+            scores.masked_fill_(self.hidden, -torch.inf)
+        self.p = torch.softmax(scores, -1)
+        self.out = torch.matmul(self.p, self.v)
+
+    def backward(self) -> None:
+        dv = torch.matmul(self.p.mT, self.dout)
+        dp = torch.matmul(self.dout, self.v.mT)
+        ds = torch.ops.aten._softmax_backward_data(dp, self.p, -1, dp.dtype)  # P ∘ (dP − rowsum(P ∘ dP))
+        dq = torch.matmul(ds, self.k).mul_(self.case.scale)
+        dk = torch.matmul(ds.mT, self.q).mul_(self.case.scale)
+        self.grads = dq, dk, dv
+
+    def results(self) -> dict[str, Any]:
+        named = {"out": self.out, **dict(zip(("dq", "dk", "dv"), self.grads, strict=False))}
+        return {name: x.unflatten(0, (self.case.batch, -1)).transpose(1, 2) for name, x in named.items()}
+
+
+def standard_bytes(case: Case) -> int:
+    """Of the three arrays [B, H, N, N] that its backward holds at once: P, dP and dS."""
+    return 3 * getattr(torch, case.dtype).itemsize * case.batch * case.heads_q * case.length**2
+
+
+def standard_flops(case: Case, one_pass: str) -> int:
+    """Two products forward and four backward, of all pairs: plain operations skip none."""
+    products = {"forward": 2, "backward": 4}[one_pass]
+    return products * 2 * case.batch * case.heads_q * case.length**2 * case.head_dim
+
+
+def _refuse_beyond(free: int, needed: int) -> None:
+    if needed > free:
+        raise Absent(f"it needs {needed / 2**30:.0f} GiB for P, dP and dS, and {free / 2**30:.0f} GiB are free")
+
+
 def fa2(case: Case, q: Any, k: Any, v: Any, dout: Any) -> Contestant:
     return FlashAttention2(case, q, k, v, dout)
 
@@ -139,4 +277,15 @@ def cudnn(case: Case, q: Any, k: Any, v: Any, dout: Any) -> Contestant:
     return Sdpa(SDPBackend.CUDNN_ATTENTION, case, q, k, v, dout)
 
 
-PEERS: dict[str, Callable[..., Contestant]] = {"fa2": fa2, "cudnn": cudnn, "prepared": Prepared}
+def efficient(case: Case, q: Any, k: Any, v: Any, dout: Any) -> Contestant:
+    return Sdpa(SDPBackend.EFFICIENT_ATTENTION, case, q, k, v, dout)
+
+
+PEERS: dict[str, Callable[..., Contestant]] = {
+    "fa2": fa2,
+    "cudnn": cudnn,
+    "efficient": efficient,
+    "flex": Flex,
+    "standard": Standard,
+    "prepared": Prepared,
+}

@@ -18,12 +18,15 @@ SCORES_AT_ONCE = 2**27  # of the float64 scores held at a time: 1 GiB, and about
 def attention(case: Case, q: Any, k: Any, v: Any, dout: Any, *, rounded: bool = False) -> dict[str, Any]:
     """`out`, `lse`, `dq`, `dk`, `dv` in float64; every query must see a key.
 
-    With `rounded`, the same formula as a kernel computes it: float32, with P, dS and the results rounded to q's dtype.
-    Its error is what a kernel's error is compared with.
+    `terms` is what `testing.rounding_terms` is, but for the factor of the scores: the largest sum of absolute terms
+    behind a value of each result.
+
+    With `rounded`, the same formula as a kernel computes it, and no terms: float32, with P, dS and the results rounded
+    to q's dtype. Its error is what a kernel's error is compared with.
     """
     work = torch.float32 if rounded else torch.float64
     group = case.heads_q // case.heads_kv
-    visible = _visible(case, q.device)
+    visible = visible_pairs(case, q.device)
     results = {
         "out": torch.empty(q.shape, dtype=torch.float64, device=q.device),
         "lse": torch.empty((case.batch, case.heads_q, case.length), dtype=torch.float64, device=q.device),
@@ -31,6 +34,7 @@ def attention(case: Case, q: Any, k: Any, v: Any, dout: Any, *, rounded: bool = 
         "dk": torch.empty(k.shape, dtype=torch.float64, device=q.device),
         "dv": torch.empty(v.shape, dtype=torch.float64, device=q.device),
     }
+    terms = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
 
     def stored(x: Any) -> Any:
         return x.to(q.dtype).to(work) if rounded else x
@@ -50,9 +54,7 @@ def attention(case: Case, q: Any, k: Any, v: Any, dout: Any, *, rounded: bool = 
             p = x.sub_(lse[..., None]).exp_()
             out = stored(stored(p) @ v_)
             ds = (dout_ @ v_.mT).sub_((dout_ * out).sum(-1, keepdim=True)).mul_(p)
-            dq = case.scale * (stored(ds) @ k_)
-            dk = case.scale * (stored(ds).mT @ q_).unflatten(0, (-1, group)).sum(1)
-            dv = (stored(p).mT @ dout_).unflatten(0, (-1, group)).sum(1)
+            dq, dk, dv = _gradients(case, q_, k_, dout_, stored(p), stored(ds))
             results["lse"][row, heads_q] = lse.double()
             for name, heads, value in (
                 ("out", heads_q, out),
@@ -61,10 +63,23 @@ def attention(case: Case, q: Any, k: Any, v: Any, dout: Any, *, rounded: bool = 
                 ("dv", heads_kv, dv),
             ):
                 results[name][row, :, heads] = stored(value).double().transpose(0, 1)
-    return results
+            if rounded:
+                continue
+            q_, k_, v_, dout_ = (x.abs() for x in (q_, k_, v_, dout_))
+            ds = (dout_ @ v_.mT).add_((dout_ * out.abs()).sum(-1, keepdim=True)).mul_(p)
+            for name, sums in zip(terms, (p @ v_, *_gradients(case, q_, k_, dout_, p, ds)), strict=True):
+                terms[name] = max(terms[name], sums.max().item())
+    return {**results, "terms": terms}
 
 
-def _visible(case: Case, device: Any) -> Any:
+def _gradients(case: Case, q: Any, k: Any, dout: Any, p: Any, ds: Any) -> tuple[Any, Any, Any]:
+    """dq, and dk and dv summed over the query heads of a group."""
+    group = case.heads_q // case.heads_kv
+    dk, dv = ((x.mT @ y).unflatten(0, (-1, group)).sum(1) for x, y in ((ds, q), (p, dout)))
+    return case.scale * (ds @ k), case.scale * dk, dv
+
+
+def visible_pairs(case: Case, device: Any) -> Any:
     """Boolean [N, N], or None when every pair is visible."""
     if not case.is_causal and case.window is None:
         return None

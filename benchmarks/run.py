@@ -3,8 +3,9 @@
     python -m benchmarks.run --grid peers --d 64 128 --backends fa2 cudnn --json results.jsonl
 
 All contestants work on the same tensors in the same process and take turns, call by call, so that whatever the clock
-does it does to all of them. The first line of the JSON file says on what it ran, the last what the same run reached in
-a matrix product and in a copy; `python -m benchmarks.compare results.jsonl` prints the table again.
+does it does to all of them. TF32 is off for everybody. The first line of the JSON file says on what it ran, the last
+what the same run reached in a matrix product and in a copy; `python -m benchmarks.compare results.jsonl` prints the
+table again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 
 from benchmarks.cases import GRIDS, Case
 from benchmarks.compare import table
-from benchmarks.peers import PEERS, Absent, Contestant, Ours
+from benchmarks.peers import PEERS, Absent, Contestant, Ours, standard_flops
 from benchmarks.reference import attention
 from cupyflash import UnsupportedError
 from cupyflash._environment import facts
@@ -45,12 +46,14 @@ OUTPUTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     device = torch.device(options.device)
-    chosen = [
-        case
+    torch.set_float32_matmul_precision("highest")
+    named = {
+        case.name: case
         for grid in options.grid
         for case in GRIDS[grid]
         if (not options.d or case.head_dim in options.d) and (not options.n or case.length in options.n)
-    ]
+    }
+    chosen = list(named.values())
     records: list[dict[str, Any]] = []
 
     def record(line: dict[str, Any]) -> None:
@@ -80,17 +83,20 @@ def measure(
     plain = attention(case, *tensors, rounded=True)
     makers: dict[str, Callable[..., Contestant]] = {"ours": Ours} | {name: PEERS[name] for name in backends}
     contestants: dict[str, Contestant] = {}
+    held_bytes: dict[str, int] = {}  # by each contestant's last calls
     absent: dict[str, str] = {}
     for name, make in makers.items():
         with _noting_absence(name, absent):
             contestants[name] = make(case, *tensors)
-    for one_pass in passes:
+    for one_pass in OUTPUTS if "backward" in passes else ("forward",):
         errors = {"plain": _errors(plain, exact, one_pass)}
         bounds = {x: PEER_FACTOR * error + _rounding(x, case, tensors, exact) for x, error in errors["plain"].items()}
         failed: list[str] = []
+        peak_bytes: dict[str, int] = {}
         for name in list(contestants):
             with _noting_absence(name, absent):
-                getattr(contestants[name], one_pass)()
+                with _memory(name, device, held_bytes, peak_bytes), contestants[name].context():
+                    getattr(contestants[name], one_pass)()
                 errors[name] = _errors(contestants[name].results(), exact, one_pass)
             if name in absent:
                 del contestants[name]
@@ -98,6 +104,8 @@ def measure(
             failed += _beyond(errors["ours"], bounds)
         if failed:
             del contestants["ours"]  # a wrong result has no time
+        if one_pass not in passes and not failed:
+            continue
         times = (_host_times if case.host or device.type != "cuda" else _event_times)(case, contestants, one_pass, reps)
         if "ours" in contestants:  # an error that moved while the clock ran is a race
             failed += _beyond(_errors(contestants["ours"].results(), exact, one_pass), bounds)
@@ -105,6 +113,9 @@ def measure(
             failed.append(absent["ours"])
         yield {
             "case": case.name,
+            "series": case.series,
+            "dtype": case.dtype,
+            "length": case.length,
             "pass": one_pass,
             "host": case.host,
             "against": case.against,
@@ -119,7 +130,9 @@ def measure(
                 window=case.window,
                 backward=one_pass == "backward",
             ),
+            "standard_flops": standard_flops(case, one_pass),
             "times_ms": times,
+            "peak_bytes": peak_bytes,
             "errors": errors,
             "absent": dict(absent),
             "failed": failed,
@@ -127,12 +140,12 @@ def measure(
 
 
 def inputs(case: Case, device: Any) -> tuple[Any, Any, Any, Any]:
-    """q, k, v and dout: bfloat16, standard normal, the same for every contestant."""
+    """q, k, v and dout: standard normal, the same for every contestant."""
     generator = torch.Generator(device).manual_seed(case.length * 1000 + case.head_dim)
 
     def normal(heads: int) -> Any:
         shape = (case.batch, case.length, heads, case.head_dim)
-        return torch.randn(shape, generator=generator, device=device).to(torch.bfloat16)
+        return torch.randn(shape, generator=generator, device=device).to(getattr(torch, case.dtype))
 
     return normal(case.heads_q), normal(case.heads_kv), normal(case.heads_kv), normal(case.heads_q)
 
@@ -148,6 +161,19 @@ def _noting_absence(name: str, absent: dict[str, str]) -> Iterator[None]:
         absent[name] = f"{FAILED} {type(error).__name__}: {error}".splitlines()[0]
 
 
+@contextmanager
+def _memory(name: str, device: Any, held_bytes: dict[str, int], peak_bytes: dict[str, int]) -> Iterator[None]:
+    """The most that a contestant's call holds beside the inputs, the state of its earlier calls included."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield
+    peak_bytes[name] = held_bytes.get(name, 0) + torch.cuda.max_memory_allocated() - before
+    held_bytes[name] = held_bytes.get(name, 0) + torch.cuda.memory_allocated() - before
+
+
 def _errors(results: dict[str, Any], exact: dict[str, Any], one_pass: str) -> dict[str, float]:
     """Largest absolute error of each result of the pass; infinite when anything in it is NaN."""
     errors = {x: (results[x].double() - exact[x]).abs().max().item() for x in OUTPUTS[one_pass] if x in results}
@@ -155,11 +181,11 @@ def _errors(results: dict[str, Any], exact: dict[str, Any], one_pass: str) -> di
 
 
 def _rounding(x: str, case: Case, tensors: Sequence[Any], exact: dict[str, Any]) -> float:
-    """The floor of `testing.assert_close`; the terms of a score are bounded by |q| |k|, and matter to lse alone."""
-    if x != "lse":
-        return ROUNDING_UNITS * torch.finfo(torch.bfloat16).eps * exact[x].abs().max().item()
-    terms = 1 + case.scale * math.prod(y.float().norm(dim=-1).max().item() for y in tensors[:2])
-    return ROUNDING_UNITS * torch.finfo(torch.float32).eps * (exact[x].abs().max().item() + terms)
+    """The floor of `testing.assert_close`; the terms of a score are bounded by |q| |k|, and are P's relative error."""
+    eps_sums = torch.finfo(torch.float32).eps
+    eps = eps_sums if x == "lse" else torch.finfo(tensors[0].dtype).eps
+    scores = case.scale * math.prod(y.float().norm(dim=-1).max().item() for y in tensors[:2])
+    return ROUNDING_UNITS * (eps * exact[x].abs().max().item() + eps_sums * (1 + scores) * exact["terms"].get(x, 1.0))
 
 
 def _beyond(errors: dict[str, float], bounds: dict[str, float]) -> list[str]:
@@ -241,7 +267,7 @@ def machine(commit: str | None) -> dict[str, str]:
         "torch": torch.__version__,
         "cuDNN": str(torch.backends.cudnn.version()),
         "commit": commit or _commit(),
-        "inputs": "bfloat16, standard normal; L2 not flushed",
+        "inputs": "standard normal; L2 not flushed; float32 without TF32",
         "date": datetime.date.today().isoformat(),
     }
 

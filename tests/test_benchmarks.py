@@ -1,4 +1,4 @@
-"""The benchmark's own judge is right, and a wrong result gets no time."""
+"""The benchmark's own judge is right, a wrong result gets no time, and what is shown is what is stored."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from benchmarks.cases import EXTRA, GRIDS, PEERS, Case
+from benchmarks import compare
+from benchmarks.cases import EXTRA, FLOAT32, GRIDS, PEERS, STANDARD, Case
 from benchmarks.compare import table
-from cupyflash.testing import assert_close, peer, peer_bwd, reference, reference_bwd
+from cupyflash.testing import assert_close, flops, peer, peer_bwd, reference, reference_bwd, rounding_terms
 
 torch: Any = pytest.importorskip("torch")
 
@@ -24,6 +25,7 @@ CASES = [
     Case("window to both sides", "", 1, 33, 4, 2, 8, is_causal=False, window=(5, 3)),
 ]
 SMALL = Case("small", "", 2, 37, 4, 2, 64, is_causal=True)
+UNGROUPED = dataclasses.replace(SMALL, name="ungrouped", heads_kv=4)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -38,11 +40,55 @@ def test_the_judge_agrees_with_the_reference(case: Case, monkeypatch: pytest.Mon
     expected = dict(zip(("out", "lse"), reference(q, k, v, **options), strict=True))
     expected |= reference_bwd(q, k, v, dout, **options)
     plain = dict(zip(("out", "lse"), peer(q, k, v, **options), strict=True)) | peer_bwd(q, k, v, dout, **options)
+    right_terms = rounding_terms(q, k, v, dout, **options)
     exact, rounded = (judge.attention(case, *tensors, rounded=rounded) for rounded in (False, True))
     for name, right in expected.items():
         assert_close(exact[name].numpy(), right, right, dtype="float64", terms=np.abs(right).sum(), name=name)
         stored = "float32" if name == "lse" else ml_dtypes.bfloat16
         assert_close(rounded[name].numpy().astype(stored), right, plain[name], name=f"rounded {name}")
+    assert exact["terms"] == pytest.approx({x: right_terms[x] / right_terms["lse"] for x in ("out", "dq", "dk", "dv")})
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_standard_attention_is_attention(is_causal: bool) -> None:
+    from benchmarks.peers import Standard
+    from benchmarks.reference import attention
+    from benchmarks.run import inputs
+
+    case = Case("standard", "", 3, 41, 2, 2, 24, is_causal=is_causal, dtype="float32")
+    tensors = inputs(case, torch.device("cpu"))
+    exact, plain = (attention(case, *tensors, rounded=rounded) for rounded in (False, True))
+    standard = Standard(case, *tensors)
+    for _ in range(2):
+        standard.forward()
+        standard.backward()
+    for name, found in standard.results().items():
+        right, rounded = (results[name].numpy() for results in (exact, plain))
+        assert_close(found.numpy(), right, rounded, dtype="float32", terms=exact["terms"][name], name=name)
+
+
+def test_standard_attention_says_when_it_does_not_fit() -> None:
+    from benchmarks.peers import Absent, Standard, _refuse_beyond, standard_bytes
+    from benchmarks.run import inputs
+
+    longest = STANDARD[-1]
+    assert standard_bytes(longest) == 3 * 2 * 16 * 16_384**2
+    _refuse_beyond(standard_bytes(longest), standard_bytes(longest))
+    with pytest.raises(Absent, match="24 GiB for P, dP and dS, and 20 GiB are free"):
+        _refuse_beyond(20 * 2**30, standard_bytes(longest))
+    with pytest.raises(Absent, match="one KV head"):
+        Standard(SMALL, *inputs(SMALL, torch.device("cpu")))
+
+
+def test_flops_of_standard_attention_are_four_products_of_six_where_ours_are_five_of_seven() -> None:
+    from benchmarks.peers import standard_flops
+
+    shape = {"batch": 2, "len_q": 37, "len_k": 37, "heads_q": 4, "head_dim": 64}
+    full = dataclasses.replace(SMALL, is_causal=False)
+    ours = [flops(**shape, backward=backward) for backward in (False, True)]
+    assert ours[0] == standard_flops(full, "forward") == standard_flops(SMALL, "forward")
+    assert 4 * ours[1] == 5 * standard_flops(full, "backward")
+    assert 6 * sum(ours) == 7 * sum(standard_flops(full, one_pass) for one_pass in compare.PASSES)
 
 
 def test_every_grid_has_names_of_its_own_and_rows_to_be_held_to() -> None:
@@ -53,7 +99,12 @@ def test_every_grid_has_names_of_its_own_and_rows_to_be_held_to() -> None:
             assert case.heads_q % case.heads_kv == 0
             assert (case.against is None) == (case.limit is None)
             assert case.against is None or case.against in names
-    assert {(case.batch * case.length, case.heads_q * case.head_dim) for case in PEERS} == {(16_384, 2_048)}
+    for grid in (PEERS, STANDARD, FLOAT32):
+        assert {(case.batch * case.length, case.heads_q * case.head_dim) for case in grid} == {(16_384, 2_048)}
+        points = [(case.series, case.length) for case in grid]
+        assert len(set(points)) == len(points) and all(case.series for case in grid)
+    assert {case.dtype for case in FLOAT32} == {"float32"}
+    assert {case.length for case in STANDARD} >= {128, 16_384}
     assert any(case.host for case in EXTRA)
 
 
@@ -64,18 +115,21 @@ def test_a_run_checks_then_times_everybody_and_writes_what_it_prints(
 
     held = dataclasses.replace(SMALL, name="held", against="small", limit=0.0)
     windowed = dataclasses.replace(SMALL, name="windowed", window=(3, 0))
-    monkeypatch.setitem(run.GRIDS, "quick", (SMALL, held, windowed))
+    single = dataclasses.replace(UNGROUPED, name="single", dtype="float32")
+    monkeypatch.setitem(run.GRIDS, "quick", (SMALL, held, windowed, single))
     file = tmp_path / "run.jsonl"
-    assert run.main(["--device", "cpu", "--reps", "2", "--backends", "fa2", "--json", str(file)]) == 0
+    assert run.main(["--device", "cpu", "--reps", "2", "--backends", *run.PEERS, "--json", str(file)]) == 0
     printed = capsys.readouterr().out
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert table(records) == printed.rstrip("\n")
     rows = [record for record in records if "case" in record]
     assert [(row["case"], row["pass"]) for row in rows] == [
-        (name, one_pass) for name in ("small", "held", "windowed") for one_pass in ("forward", "backward")
+        (name, one_pass) for name in ("small", "held", "windowed", "single") for one_pass in ("forward", "backward")
     ]
     for row in rows:
-        assert "ours" in row["times_ms"]
+        assert {"ours", "prepared"} <= row["times_ms"].keys()
+        assert ("standard" in row["times_ms"]) == (row["case"] == "single")
+        assert set(row["times_ms"]) | set(row["absent"]) == {"ours", *run.PEERS}
         assert ("fa2" in row["times_ms"]) == (row["case"] != "windowed")
         assert set(row["errors"]["ours"]) == set(run.OUTPUTS[row["pass"]])
     assert "no fa2: scaled_dot_product_attention has no window" in printed
@@ -91,8 +145,9 @@ def test_a_wrong_result_is_named_and_not_timed(monkeypatch: pytest.MonkeyPatch, 
     class Damaged(run.Ours):
         def results(self) -> dict[str, Any]:
             results = super().results()
-            results[victim] = results[victim].clone()
-            results[victim].view(-1)[5] += damage
+            if victim in results:
+                results[victim] = results[victim].clone()
+                results[victim].view(-1)[5] += damage
             return results
 
     monkeypatch.setattr(run, "Ours", Damaged)
@@ -115,3 +170,165 @@ def test_a_crash_of_one_contestant_leaves_the_others(monkeypatch: pytest.MonkeyP
     for row in run.measure(SMALL, ["fa2"], torch.device("cpu"), 2):
         assert row["failed"] == ["failed: MemoryError: no room"]
         assert set(row["times_ms"]) == {"fa2"}
+
+
+def test_one_pass_alone_is_checked_on_the_state_of_a_forward() -> None:
+    from benchmarks import run
+
+    (row,) = run.measure(UNGROUPED, ["standard"], torch.device("cpu"), 2, ["backward"])
+    assert row["pass"] == "backward" and not row["failed"] and set(row["times_ms"]) == {"ours", "standard"}
+    (row,) = run.measure(UNGROUPED, ["standard"], torch.device("cpu"), 2, ["forward"])
+    assert row["pass"] == "forward" and set(row["errors"]["ours"]) == {"out", "lse"}
+
+
+@pytest.mark.gpu
+def test_peak_memory_is_of_the_call_alone() -> None:
+    """Ours to the byte, in torch's blocks of 512: out and lse, then the gradients and the workspace too."""
+    import cupyflash as cf
+    from benchmarks import run
+    from benchmarks.peers import standard_bytes
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU that torch sees")
+    case = dataclasses.replace(UNGROUPED, length=128)  # small, as torch may give more than was asked above 1 MiB
+    device = torch.device("cuda")
+    q, k, v, _ = run.inputs(case, device)
+    sizes = [cf.Attention(causal=True).workspace_size(q, k, v, backward=backward) for backward in (False, True)]
+    kept = sum(map(_blocks, (q.nbytes, 4 * q[..., 0].numel(), sizes[0])))
+    made = sum(map(_blocks, (q.nbytes, k.nbytes, v.nbytes, sizes[1])))
+    rows = list(run.measure(case, ["standard", "fa2"], device, 2))
+    assert [row["failed"] for row in rows] == [[], []]
+    assert [row["peak_bytes"]["ours"] for row in rows] == [kept, kept + made]
+    assert rows[1]["peak_bytes"]["standard"] >= standard_bytes(case)
+    assert q.nbytes < rows[0]["peak_bytes"]["fa2"] < rows[0]["peak_bytes"]["standard"]
+
+
+def _blocks(size: int) -> int:
+    return -(-size // 512) * 512
+
+
+# ------------------------------------------------------------------------------------------------ what is shown
+
+MACHINE = {"GPU": "a GPU", "torch": "2", "date": "2026-01-02", "commit": "abc"}
+CEILINGS = {"before": {}, "after": {"gemm_tflops": 789.4, "copy_tb_s": 4.125}}
+
+
+def _row(series: str | None, length: int, one_pass: str, times: dict[str, float], **changes: Any) -> dict[str, Any]:
+    factor = 1 if one_pass == "forward" else 2
+    return {
+        "case": f"{series or 'alone'}-{length}",
+        "series": series,
+        "dtype": "bfloat16",
+        "length": length,
+        "pass": one_pass,
+        "host": False,
+        "against": None,
+        "limit": None,
+        "flops": int(6e11) * factor,
+        "standard_flops": int(8e11) * factor,
+        "times_ms": {name: [time * factor * 0.9, time * factor, time * factor * 1.1] for name, time in times.items()},
+        "peak_bytes": {"ours": 2**20 * factor, "standard": 2**20 * 30 * factor} if "standard" in times else {},
+        "errors": {},
+        "absent": {},
+        "failed": [],
+    } | changes
+
+
+def _records(*rows: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"machine": MACHINE}, *rows, {"ceilings": CEILINGS, "seconds": 1.0}]
+
+
+RATES = _records(
+    _row("D 64", 512, "forward", {"ours": 2.0, "fa2": 1.0}),
+    _row("D 64", 2048, "forward", {"ours": 2.0, "fa2": 1.5, "cudnn": 1.0}),
+    _row("D 64", 4096, "forward", {"ours": 2.0, "fa2": 3.0}, absent={"cudnn": "no such shape"}),
+    _row("D 64", 2048, "backward", {"ours": 1.0, "fa2": 1.0}),
+    _row(None, 100, "forward", {"ours": 0.5, "fa2": 1.0, "prepared": 0.4}, case="lonely"),
+    _row(None, 100, "forward", {"ours": 0.6}, case="bound", against="lonely", limit=1.1),
+)
+BESIDE_STANDARD = _records(
+    *(
+        _row("D 64", length, one_pass, {"ours": length / 100, "standard": length / 40})
+        for length in (128, 1024)
+        for one_pass in ("forward", "backward")
+    ),
+    _row("D 64", 2048, "forward", {"ours": 20.0}, absent={"standard": "it needs 9 GiB"}),
+    _row("D 64", 2048, "backward", {"ours": 20.0}, absent={"standard": "it needs 9 GiB"}),
+)
+
+
+def test_rates_are_shown_by_length_with_ratios_and_their_mean() -> None:
+    text = compare.markdown(RATES)
+    assert "a GPU, 2026-01-02: torch 2; commit abc. The same run reached 789 TFLOP/s" in text
+    assert "|  | N = | 512 | 2k | 4k |".replace("|  |", "| |") in text
+    assert "| D 64 | cupyflash | 300 | 300 | 300 |" in text
+    assert "|  | FlashAttention-2 | 600 (0.50) | 400 (0.75) | 200 (1.50) |" in text
+    assert "|  | cuDNN |  | 600 (0.50) |  |" in text
+    assert "N ≥ 1,024: 0.75 to 1.50, geometric mean 1.06 of 2 cells." in text
+    assert "| lonely | forward | 500.0 | 1200 | 2.00 | 0.80 |" in text
+    assert "- bound forward: 1.20 of lonely, ABOVE 1.1" in text
+    assert "- no cudnn: no such shape (D 64-4096 forward)" in text
+
+
+def test_standard_attention_is_shown_as_ratios_of_time_memory_and_flops() -> None:
+    text = compare.markdown(BESIDE_STANDARD)
+    together = text[text.index("**Forward and backward") :]
+    assert "| D 64 | time, standard / ours | 2.50 | 2.50 | – |" in together
+    assert "|  | peak memory, standard / ours | 30.0 | 30.0 | – |" in together
+    assert "|  | FLOPs, ours / standard | 0.75 | 0.75 | 0.75 |" in together
+    assert "- no standard: it needs 9 GiB (D 64-2048 forward, D 64-2048 backward)" in text
+    printed = table(BESIDE_STANDARD)
+    assert "D 64-1024: standard/ours, both passes: time 2.50, peak memory 30.00, FLOPs 1.33 (ours 1.8e+12" in printed
+    assert "D 64-2048: standard" not in printed
+
+
+def test_the_document_is_filled_from_stored_runs_alone(tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    images.mkdir()
+    (images / "one.svg").touch()
+    (tmp_path / "bench-one.json").write_text("\n".join(map(json.dumps, RATES)))
+    begin = "a\n<!-- bench-one: begin -->\n"
+    between = "<!-- bench-one: end -->\nb\n<!-- bench-two: begin -->\nold\n"
+    once = compare.filled(f"{begin}{between}<!-- bench-two: end -->\nc", tmp_path, images)
+    assert compare.filled(once, tmp_path, images) == once
+    assert once.startswith(begin) and once.endswith("<!-- bench-two: end -->\nc") and "old" not in once
+    assert compare.markdown(RATES) in once and compare.NONE_STORED in once
+    assert "](images/one.svg)" in once
+
+
+def test_the_document_shows_the_stored_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main(["--check"]) == 0, capsys.readouterr().out
+    named = {line.split()[1] for line in compare.DOCUMENT.read_text("utf-8").splitlines() if line.endswith("begin -->")}
+    for file in compare.RESULTS.glob("bench-*.json"):
+        assert f"{file.stem}:" in named, f"{compare.DOCUMENT.name} has no place for {file.name}"
+
+
+def test_a_stored_run_prints_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.json"
+    file.write_text("\n".join(map(json.dumps, RATES)))
+    for options, expected in (([], table(RATES)), (["--markdown"], compare.markdown(RATES))):
+        assert compare.main([str(file), *options]) == 0
+        assert capsys.readouterr().out == expected + "\n"
+
+
+@pytest.mark.parametrize("format", ["svg", "png"])
+def test_pictures_are_small_and_repeatable(tmp_path: Path, format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import plot
+
+    runs = {"rates": RATES, "standard": BESIDE_STANDARD, "alone": _records(_row(None, 1, "forward", {"ours": 1.0}))}
+    for name, records in runs.items():
+        (tmp_path / f"bench-{name}.json").write_text("\n".join(map(json.dumps, records)))
+    files = [str(tmp_path / f"bench-{name}.json") for name in runs]
+    written = []
+    for folder in ("one", "two"):
+        assert plot.main([*files, "--out", str(tmp_path / folder), "--format", format]) == 0
+        written.append({path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()})
+    assert "no series over N" in capsys.readouterr().out
+    assert written[0] == written[1] and set(written[0]) == {f"rates.{format}", f"standard.{format}"}
+    for name, data in written[0].items():
+        assert len(data) < 200_000, name
+    if format == "svg":
+        assert b">FlashAttention-2<" in written[0]["rates.svg"] and b">cuDNN<" in written[0]["rates.svg"]
+        shown = written[0]["standard.svg"].decode()
+        assert shown.count(">2.5×<") == 1 and shown.count(">30.0×<") == 1 and "0.75 times standard" in shown
