@@ -155,11 +155,18 @@ def merge_bwd(call: MergeCall) -> None:
 
 def _attend(part: _Part, rows: slice, plan: NumpyPlan) -> tuple[Array, Array]:
     """A block of queries over all keys: out [b, h, g, n, Dv] and lse [b, h, g, n]."""
-    splits = part.splits()
-    out, lse = _attend_split(part, rows, splits[0], plan, sink=part.problem.sink)
-    for split in splits[1:]:
-        out, lse = _combine(out, lse, *_attend_split(part, rows, split, plan, sink=None))
-    return out, lse
+    first, *others = part.splits()
+    out, top = _attend_split(part, rows, first, plan, sink=part.problem.sink)
+    total = np.where(np.isneginf(top), 0, 1).astype(top.dtype)
+    for split in others:  # as the tiles of one split: rounded once at the end, however many there are
+        split_out, split_lse = _attend_split(part, rows, split, plan, sink=None)
+        new_top = np.maximum(top, split_lse)
+        shift = _finite_shift(new_top)
+        decay, weight = np.exp(top - shift), np.exp(split_lse - shift)
+        total = total * decay + weight
+        out = out * decay[..., None] + split_out * weight[..., None]
+        top = new_top
+    return out / np.where(total == 0, 1, total)[..., None], _finite_shift(top) + np.log(total)
 
 
 def _attend_split(part: _Part, rows: slice, keys: slice, plan: NumpyPlan, *, sink: Array | None) -> tuple[Array, Array]:
@@ -188,15 +195,6 @@ def _attend_split(part: _Part, rows: slice, keys: slice, plan: NumpyPlan, *, sin
         top = new_top
 
     return np.where(total[..., None] == 0, 0, out / total[..., None]), _finite_shift(top) + np.log(total)
-
-
-def _combine(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
-    """Two states over disjoint keys; one without keys has out 0."""
-    shift = _finite_shift(np.maximum(lse_a, lse_b))
-    weight_a, weight_b = np.exp(lse_a - shift), np.exp(lse_b - shift)
-    total = weight_a + weight_b
-    out = (out_a * weight_a[..., None] + out_b * weight_b[..., None]) / np.where(total == 0, 1, total)[..., None]
-    return out, shift + np.log(total)
 
 
 def _finite_shift(top: Array) -> Array:

@@ -113,26 +113,40 @@ def rounding_terms(
     """For out, lse and each gradient, what its rounding errors are proportional to: the largest sum of absolute terms.
 
     A score's terms set the relative error of P, and dP - D cancels, wholly when a row has one key: a result may be far
-    smaller than what it is made of.
+    smaller than what it is made of. Splits that the call asks for are merged one after the other, each with a rounding
+    of the sum so far, and equal splits round the same way each time.
     """
     inputs = _Inputs.of(q, k, v, options)
     scores = _Formula(np.float64).score_terms(inputs)
     weighted, _ = _Formula(np.float64).forward(replace(inputs, v=np.abs(_double(inputs.v))))
-    terms = {"out": (1 + scores) * _largest(weighted), "lse": 1 + scores}
+    merged = scores + _splits(inputs, options)
+    terms = {"out": merged * _largest(weighted), "lse": merged}
     if dout is not None:
         grads = _Formula(np.float64, absolute=True).backward(inputs, dout, out, lse, delta, dlse)
         terms |= {name: (1 + scores) * _largest(grad) for name, grad in grads.items()}
     return terms
 
 
+def _splits(inputs: _Inputs, options: dict[str, Any]) -> int:
+    """Parts that the keys of the longest sequence are split into; those without keys add nothing."""
+    longest = max((len(part.k) for part in inputs.sequences()), default=0)
+    if options.get("split_len"):
+        return max(1, -(-longest // options["split_len"]))
+    return max(1, min(options.get("num_splits", 0), longest))
+
+
+def row_dtype(dtype: Any) -> str:
+    """Of lse and of the sums that a backend makes of inputs of this dtype."""
+    return "float64" if np.dtype(dtype) == np.float64 else "float32"
+
+
 def check_forward(out: Array, lse: Array, q: Array, k: Array, v: Array, *, name: str = "", **options: Any) -> None:
     """`assert_close` of what `attn_fwd` gave, as NumPy arrays."""
     expected, plain = reference(q, k, v, **options), peer(q, k, v, **options)
     terms = rounding_terms(q, k, v, **options)
-    out_dtype = np.dtype(options.get("out_dtype") or q.dtype)
-    assert_close(out, expected[0], plain[0], dtype=out_dtype, terms=terms["out"], name=f"{name} out")
-    lse_dtype = "float64" if q.dtype == np.float64 else "float32"
-    assert_close(lse, expected[1], plain[1], dtype=lse_dtype, terms=terms["lse"], name=f"{name} lse")
+    out_dtype, row = np.dtype(options.get("out_dtype") or q.dtype), row_dtype(q.dtype)
+    assert_close(out, expected[0], plain[0], dtype=out_dtype, terms=terms["out"], sums=row, name=f"{name} out")
+    assert_close(lse, expected[1], plain[1], dtype=row, terms=terms["lse"], sums=row, name=f"{name} lse")
 
 
 def check_backward(
@@ -147,7 +161,8 @@ def check_backward(
     for (what, grad), actual in zip(expected.items(), grads, strict=True):
         own = inputs[what].dtype
         dtype = own if what == "dsink" else np.dtype(options.get("grad_dtype") or own)
-        assert_close(actual, grad, plain[what], dtype=dtype, terms=terms[what], name=f"{name} {what}")
+        sums = row_dtype(q.dtype)
+        assert_close(actual, grad, plain[what], dtype=dtype, terms=terms[what], sums=sums, name=f"{name} {what}")
 
 
 @dataclass(slots=True)
@@ -473,6 +488,7 @@ def assert_close(
     *,
     dtype: Any = None,
     terms: float = 0.0,
+    sums: Any = None,
     name: str = "array",
 ) -> None:
     """Shape, dtype, places of infinities and NaNs, then values, then the angle between the whole tensors.
@@ -485,6 +501,8 @@ def assert_close(
     peer : array: the same formula in plain operations with the kernel's roundings
     dtype : what `actual` must have; default whatever it has
     terms : the largest sum of absolute terms behind a value, see `rounding_terms`
+    sums : the dtype those are summed in, which a wider result keeps the rounding of; default float32, or a wider
+        `actual`'s own
     """
     actual, expected, peer = np.asarray(actual), np.asarray(expected, np.float64), np.asarray(peer, np.float64)
     if actual.shape != expected.shape:
@@ -492,7 +510,7 @@ def assert_close(
     if dtype is not None and actual.dtype != np.dtype(dtype):
         raise AssertionError(f"{name}: dtype {actual.dtype}, expected {dtype}")
     eps = _eps(actual.dtype)
-    eps_sums = min(eps, _eps(np.float32))
+    eps_sums = min(eps, _eps(np.float32)) if sums is None else _eps(sums)
     actual = actual.astype(np.float64)
     for what, found in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
         wrong = found(actual) != found(expected)
