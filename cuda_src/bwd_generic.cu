@@ -2,7 +2,7 @@
 //
 //   for each query head of the group, for each query tile that sees the keys:
 //     s = q k^T        p = exp(x - lse)      dp = dout v^T      ds = p (dp - D) dx/ds
-//     dv += p^T dout   dk += ds^T q          dq += ds k   (FP32 reductions into dq_accum)
+//     dv += p^T dout   dk += ds^T q          dq += ds k   (reductions into dq_accum, unless bwd_dq_generic makes dq)
 //   at the end:  dv, scale dk              (bwd_finish brings scale dq home)
 //
 // Tiles     k, v [kKeyTile, .] for the whole block; q, dout [kQueryTile, .] in kStages cp.async stages; p, ds [kQueryTile, kKeyTile].
@@ -10,9 +10,7 @@
 //           the kWarps along the other axis.
 // Order     dk and dv: fixed, head by head and tile by tile. dq: the order in which blocks arrive.
 // Barriers  a: the stage's q, dout and stats are there (and the other stage is free); b: p and ds are written; then a again.
-#include "attn/mask.cuh"
-#include "attn/scores.cuh"
-#include "attn/softmax.cuh"
+#include "attn/gradient.cuh"
 #include "ptx/reduce.cuh"
 #include "tile/load.cuh"
 #include "tile/matmul.cuh"
@@ -22,6 +20,7 @@ namespace cf {
 constexpr int kThreads = kWarps * kWarpSize;
 static_assert(attn::kRowPad % kQueryTile == 0, "workspaces are padded to whole tiles");
 constexpr bool kOnTensorCores = kIsHalf<Element>;
+using Accum = AccumOf<Element>::Type;
 constexpr int kScoreM = kQueryTile / kScoreWarps / 16;
 constexpr int kScoreN = kKeyTile / (kWarps / kScoreWarps) / 8;
 constexpr int kKeyM = kKeyTile / kKeyWarps / 16;
@@ -36,7 +35,7 @@ static_assert(kKeyM * 16 * kKeyWarps == kKeyTile && kQueryM * 16 * kQueryWarps =
 struct Stage {
   tile::Shared<Element, kQueryTile, kHeadDim> q;
   tile::Shared<Element, kQueryTile, kHeadDimV> dout;
-  alignas(128) float2 stats[kQueryTile];  // (lse log2(e), D)
+  alignas(128) attn::RowStats<Accum> stats[kQueryTile];
 };
 struct Smem {
   tile::Shared<Element, kKeyTile, kHeadDim> k;
@@ -47,7 +46,7 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
 
-using Change = attn::ScoreChange<kHasSoftcap, kHasAlibi, kIsScaleNegative, kOnTensorCores>;
+using Switches = attn::Switches<Accum, BiasElement, kIsMasked, kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative, kOnTensorCores>;
 using warp::Major;
 
 }  // namespace cf
@@ -76,8 +75,8 @@ bwd_generic(const __grid_constant__ cf::BwdParams params) {
   const int dk_col = warp / kKeyWarps * kKeyN * 8, dv_col = warp / kKeyWarps * kKeyNV * 8;
   const int dq_row = warp % kQueryWarps * kQueryM * 16, dq_col = warp / kQueryWarps * kQueryN * 8;
 
-  warp::Fragment<kKeyM, kKeyN> dk;
-  warp::Fragment<kKeyM, kKeyNV> dv;
+  warp::Fragment<kKeyM, kKeyN, Accum> dk;
+  warp::Fragment<kKeyM, kKeyNV, Accum> dv;
   dk.zero();
   dv.zero();
 
@@ -91,11 +90,12 @@ bwd_generic(const __grid_constant__ cf::BwdParams params) {
                                          params.q.stride_n, queries.begin - query, queries.end - query, problem.head_dim);
     cta::load_rows<kThreads, kCopyBytes>(stage.dout, attn::rows<Element>(params.dout, seq, seq.q_begin, head, query),
                                          params.dout.stride_n, queries.begin - query, queries.end - query, problem.head_dim_v);
-    const float2* stats = params.stats + head * padded_rows + padded_begin + query;
+    const auto* stats = static_cast<const attn::RowStats<Accum>*>(params.stats) + head * padded_rows + padded_begin + query;
     has_empty_row = false;
     if (threadIdx.x < kQueryTile) {
-      ptx::cp_async<8>(ptx::shared_address(stage.stats + threadIdx.x), stats + threadIdx.x, 8);
-      has_empty_row = stats[threadIdx.x].x == kInfinity;
+      constexpr int kBytes = sizeof(attn::RowStats<Accum>);
+      ptx::cp_async<kBytes>(ptx::shared_address(stage.stats + threadIdx.x), stats + threadIdx.x, kBytes);
+      has_empty_row = stats[threadIdx.x].lse == kInfinity;
     }
     ptx::cp_async_commit();
   };
@@ -120,80 +120,37 @@ bwd_generic(const __grid_constant__ cf::BwdParams params) {
     ptx::cp_async_wait<0>();
     // a. Nothing of an empty row is used: were its q or dout a NaN, 0 times it would reach dk or dv.
     if (__syncthreads_or(has_empty_row)) {
-      cta::zero_rows<kThreads>(stage.q, [&](int row) { return stage.stats[row].x == kInfinity; });
-      cta::zero_rows<kThreads>(stage.dout, [&](int row) { return stage.stats[row].x == kInfinity; });
+      cta::zero_rows<kThreads>(stage.q, [&](int row) { return stage.stats[row].lse == kInfinity; });
+      cta::zero_rows<kThreads>(stage.dout, [&](int row) { return stage.stats[row].lse == kInfinity; });
       __syncthreads();
     }
     if (kStages > 1 && has_more) load_stage(smem.stages[stage_number], next_head, next_query);
 
-    warp::Fragment<kScoreM, kScoreN> s, dp;
+    using ScoreFragment = warp::Fragment<kScoreM, kScoreN, Accum>;
+    ScoreFragment s, dp;
     s.zero();
-    dp.zero();
     warp::matmul<Major::K, Major::K, kHeadDim>(s, stage.q, score_row, smem.k, score_col);
+    const attn::ScoreMap<Switches> scores(problem, params.scores, seq, head);
+    const int row = query + score_row, key = key_begin + score_col;
+    const bool is_full = scores.apply(s, row, key, kHasSoftcap ? &dp : static_cast<ScoreFragment*>(nullptr));
+    attn::probabilities(s, stage.stats + score_row, Accum(params.scores.fold));
+    if constexpr (kHasDropout) attn::mark_dropped(s, attn::Dropout(params.scores, problem, seq, head), row, key);
+    if constexpr (kHasDropout) warp::store_shared(smem.p, score_row, score_col, attn::kept(s));
+    else warp::store_shared(smem.p, score_row, score_col, s);
+    if constexpr (kHasSoftcap) attn::multiply(s, dp);  // dx/ds joins p once p itself is stored
 
-    const bool is_full = attn::apply<Change, kIsMasked>(Change(params.scores, seq, head), band, query + score_row,
-                                                        key_begin + score_col, s, kHasSoftcap ? &dp : static_cast<decltype(&dp)>(nullptr));
-#pragma unroll
-    for (int m = 0; m < kScoreM; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float lse = stage.stats[score_row + 16 * m + warp::fragment_row(2 * half)].x;
-        // Beyond 2^14 an FP32 LSE is coarser than 2^-10: a positive exponent is then rounding, and P is at most 1.
-        const bool is_coarse = fabsf(lse) > attn::kLargeExponent && lse != kInfinity;
-        if (__any_sync(kFullWarp, is_coarse)) {
-#pragma unroll
-          for (int n = 0; n < kScoreN; ++n)
-#pragma unroll
-            for (int i = 2 * half; i < 2 * half + 2; ++i) {
-              const float exponent = fmaf(s.x[m][n][i], params.scores.fold, -lse);
-              s.x[m][n][i] = ptx::exp2(is_coarse ? ptx::min_nan(exponent, 0.0f) : exponent);
-            }
-        } else {
-#pragma unroll
-          for (int n = 0; n < kScoreN; ++n)
-#pragma unroll
-            for (int i = 2 * half; i < 2 * half + 2; ++i) s.x[m][n][i] = ptx::exp2(fmaf(s.x[m][n][i], params.scores.fold, -lse));
-        }
-      }
-    warp::store_shared(smem.p, score_row, score_col, s);
-    if constexpr (kHasSoftcap) {  // ds = p (dp - D) (1 - t^2): the last factor joins p once p itself is stored
-#pragma unroll
-      for (int m = 0; m < kScoreM; ++m)
-#pragma unroll
-        for (int n = 0; n < kScoreN; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) s.x[m][n][i] *= dp.x[m][n][i];
-      dp.zero();
-    }
-
+    dp.zero();
     warp::matmul<Major::K, Major::K, kHeadDimV>(dp, stage.dout, score_row, smem.v, score_col);
-#pragma unroll
-    for (int m = 0; m < kScoreM; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float delta = stage.stats[score_row + 16 * m + warp::fragment_row(2 * half)].y;
-#pragma unroll
-        for (int n = 0; n < kScoreN; ++n)
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) dp.x[m][n][i] = s.x[m][n][i] * (dp.x[m][n][i] - delta);
-      }
-    if (!is_full) {  // selected, not multiplied: 0 where masked, whatever dp and D hold
-#pragma unroll
-      for (int m = 0; m < kScoreM; ++m)
-#pragma unroll
-        for (int n = 0; n < kScoreN; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) dp.x[m][n][i] = s.x[m][n][i] == 0.0f ? 0.0f : dp.x[m][n][i];
-    }
+    attn::score_gradient<kHasDropout>(dp, s, stage.stats + score_row, Accum(params.scores.keep_scale), is_full);
     warp::store_shared(smem.ds, score_row, score_col, dp);
     __syncthreads();  // b
 
     warp::matmul<Major::MN, Major::MN, kQueryTile>(dv, smem.p, kv_row, stage.dout, dv_col);
-    {
-      warp::Fragment<kQueryM, kQueryN> dq;
+    if constexpr (kSumsDq) {
+      warp::Fragment<kQueryM, kQueryN, Accum> dq;
       dq.zero();
       warp::matmul<Major::K, Major::MN, kKeyTile>(dq, smem.ds, dq_row, smem.k, dq_col);
-      float* accum = params.dq_accum + (head * padded_rows + padded_begin + query + dq_row) * kHeadDim;
+      Accum* accum = static_cast<Accum*>(params.dq_accum) + (head * padded_rows + padded_begin + query + dq_row) * kHeadDim;
 #pragma unroll
       for (int m = 0; m < kQueryM; ++m)
 #pragma unroll
@@ -216,7 +173,15 @@ bwd_generic(const __grid_constant__ cf::BwdParams params) {
 #pragma unroll
     for (int n = 0; n < kKeyN; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) dk.x[m][n][i] = fmaf(dk.x[m][n][i], params.scores.scale, 0.0f);  // never -0
+      for (int i = 0; i < 4; ++i) dk.x[m][n][i] = ptx::fma(dk.x[m][n][i], Accum(params.scores.scale), Accum(0));  // never -0
+  if constexpr (kHasDropout) {
+#pragma unroll
+    for (int m = 0; m < kKeyM; ++m)
+#pragma unroll
+      for (int n = 0; n < kKeyNV; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dv.x[m][n][i] *= Accum(params.scores.keep_scale);
+  }
   GradElement* dk_gmem = attn::rows<GradElement>(params.dk, seq, seq.k_begin, work.head, key_begin + kv_row) + dk_col;
   GradElement* dv_gmem = attn::rows<GradElement>(params.dv, seq, seq.k_begin, work.head, key_begin + kv_row) + dv_col;
   warp::store_global<GradElement, kCopyBytes, kAccumulate>(dk_gmem, params.dk.stride_n, rows, problem.head_dim - dk_col, dk);

@@ -6,10 +6,10 @@
 // Tiles     q [kQueryTile, kHeadDim], k [kKeyTile, kHeadDim], v [kKeyTile, kHeadDimV]; a warp owns kQueryTile / kWarps query rows
 //           for all keys, so no softmax statistic leaves the warp.
 // Shared    q for the whole block; k and v are the two stages of one cp.async pipeline: v(j) arrives while s(j) is multiplied,
-//           k(j - 1) while p(j) v(j) is. With float, p passes through shared memory, each warp its own rows.
-// Registers s and out fragments of a warp: kQueryTile / kWarps x (kKeyTile + kHeadDimV) / 32 floats a lane.
+//           k(j - 1) while p(j) v(j) is. Without tensor cores, p passes through shared memory, each warp its own rows.
+// Registers s and out fragments of a warp: kQueryTile / kWarps x (kKeyTile + kHeadDimV) / 32 numbers a lane.
 // Order     key tiles from the last to the first, so that a causal block meets its diagonal first; sums are in a fixed order.
-#include "attn/mask.cuh"
+#include "attn/dropout.cuh"
 #include "attn/scores.cuh"
 #include "attn/softmax.cuh"
 #include "tile/load.cuh"
@@ -36,9 +36,10 @@ struct Smem : ProbabilityTile<!kOnTensorCores> {
 };
 static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
 
-using Change = attn::ScoreChange<kHasSoftcap, kHasAlibi, kIsScaleNegative, kOnTensorCores>;
-using SFragment = warp::Fragment<kM, kKeyTile / 8>;
-using OutFragment = warp::Fragment<kM, kHeadDimV / 8>;
+using Accum = AccumOf<Element>::Type;
+using Switches = attn::Switches<Accum, BiasElement, kIsMasked, kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative, kOnTensorCores>;
+using SFragment = warp::Fragment<kM, kKeyTile / 8, Accum>;
+using OutFragment = warp::Fragment<kM, kHeadDimV / 8, Accum>;
 
 // out += p v: p is rounded in registers for the tensor cores, or passes through the warp's own rows of shared memory.
 template <class Memory>
@@ -72,9 +73,8 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
   const int query_end = min_of(query_begin + kQueryTile, seq.len_q);
   if (query_begin >= query_end) return;
 
-  const attn::Band<kIsMasked> band(problem, seq);
-  const attn::Range keys = band.keys_of(query_begin, query_end);
-  const Change change(params.scores, seq, head);
+  const attn::ScoreMap<Switches> scores(problem, params.scores, seq, head);
+  const attn::Range keys = scores.band.keys_of(query_begin, query_end);
   const int kv_head = head / (problem.heads_q / problem.heads_kv);
   const Element* q_gmem = attn::rows<Element>(params.q, seq, seq.q_begin, head, query_begin);
   const auto k_gmem = [&](int key) { return attn::rows<Element>(params.k, seq, seq.k_begin, kv_head, key); };
@@ -97,7 +97,8 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
   const int warp_row = threadIdx.x / kWarpSize * kWarpRows;
   OutFragment out;
   out.zero();
-  attn::Softmax<kM, !kOnTensorCores> softmax;
+  attn::Softmax<kM, Accum, !kOnTensorCores> softmax;
+  const Accum fold = params.scores.fold;
 
   const int first_tile = keys.begin / kKeyTile;
   const int end_tile = keys.begin < keys.end ? ceil_div(keys.end, kKeyTile) : first_tile;
@@ -118,31 +119,35 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
     __syncthreads();  // v(tile) is there, and everyone is done with k(tile)
     if (tile > first_tile) load_k(tile - 1);
 
-    attn::apply<Change, kIsMasked>(change, band, query_begin + warp_row, tile * kKeyTile, s,
-                                   static_cast<SFragment*>(nullptr));
-    softmax.update(s, out, params.scores.fold);
-
+    const int query = query_begin + warp_row, key = tile * kKeyTile;
+    scores.apply(s, query, key, static_cast<SFragment*>(nullptr));
+    softmax.update(s, out, fold);
+    if constexpr (kHasDropout) {  // the LSE is of the undropped row
+      const attn::Dropout dropout(params.scores, problem, seq, head);
+      dropout.for_each(s, query, key, [](Accum& p, bool is_kept) { p = is_kept ? p : Accum(0); });
+    }
     multiply_values(out, s, smem, warp_row);
   }
 
   const int rows = query_end - query_begin - warp_row;
   const bool has_sink = params.scores.sink && !seq.is_slack;
-  const float sink = has_sink ? params.scores.sink[head] : 0.0f;
-  float* lse = static_cast<float*>(params.lse.data) + seq.batch * params.lse.stride_b + head * params.lse.stride_h +
+  const Accum sink = has_sink ? static_cast<const Accum*>(params.scores.sink)[head] : Accum(0);
+  Accum* lse = static_cast<Accum*>(params.lse.data) + seq.batch * params.lse.stride_b + head * params.lse.stride_h +
                seq.q_begin + query_begin + warp_row;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float factor;
-      const float row_lse = softmax.finish(m, half, params.scores.fold, has_sink, sink, factor);
+      Accum factor;
+      const Accum row_lse = softmax.finish(m, half, fold, has_sink, sink, factor);
       const int row = 16 * m + warp::fragment_row(2 * half);
       if (row < rows && warp::lane() % 4 == 0) lse[row] = row_lse;
-      const bool is_empty = factor == 0.0f;  // selected, not multiplied: zero even where v holds a NaN
+      const bool is_empty = factor == 0;  // selected, not multiplied: zero even where v holds a NaN
+      if constexpr (kHasDropout) factor *= Accum(params.scores.keep_scale);
 #pragma unroll
       for (int n = 0; n < kHeadDimV / 8; ++n)
 #pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; ++i) out.x[m][n][i] = is_empty ? 0.0f : out.x[m][n][i] * factor;
+        for (int i = 2 * half; i < 2 * half + 2; ++i) out.x[m][n][i] = is_empty ? Accum(0) : out.x[m][n][i] * factor;
     }
   OutElement* out_gmem = attn::rows<OutElement>(params.out, seq, seq.q_begin, head, query_begin + warp_row);
   warp::store_global<OutElement, kCopyBytes, false>(out_gmem, params.out.stride_n, rows, problem.head_dim_v, out);

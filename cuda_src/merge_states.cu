@@ -8,6 +8,7 @@
 namespace cf {
 
 constexpr int kThreads = kWarps * kWarpSize;
+using Accum = AccumElement;
 
 }  // namespace cf
 
@@ -17,23 +18,25 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) merge_states(const __
   const attn::Row row = attn::row_of_warp(static_cast<int64>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize, params.len, params.heads);
   if (row.batch >= params.batch) return;
 
-  float top = -kInfinity;
-  for (int i = 0; i < params.num_states; ++i) top = fmaxf(top, *attn::lse_of(params.states[i], row));
+  Accum top = -kInfinity;
+  for (int i = 0; i < params.num_states; ++i) top = ptx::max(top, attn::read_lse<Accum>(params.states[i], row));
   const bool is_empty = top == -kInfinity;
-  float total = 0.0f;
-  for (int i = 0; i < params.num_states && !is_empty; ++i)
-    total += ptx::exp2((*attn::lse_of(params.states[i], row) - top) * kLog2E);
-  const float lse = is_empty ? top : top + ptx::log2(total) * kLn2;
+  const auto weight = [&](Accum lse) { return ptx::exp2((lse - top) * Accum(kLog2E)); };
+  Accum total = 0;
+  for (int i = 0; i < params.num_states && !is_empty; ++i) total += weight(attn::read_lse<Accum>(params.states[i], row));
+  const Accum lse = is_empty ? top : top + ptx::log2(total) * Accum(kLn2);
 
+  const State& merged = params.merged;
   for (int col = lane; col < params.head_dim; col += kWarpSize) {
-    float sum = 0.0f;
+    Accum sum = 0;
     for (int i = 0; i < params.num_states; ++i) {
-      const float state_lse = *attn::lse_of(params.states[i], row);
+      const State& state = params.states[i];
+      const Accum state_lse = attn::read_lse<Accum>(state, row);
       if (state_lse == -kInfinity) continue;
-      sum += ptx::exp2((state_lse - top) * kLog2E) * attn::read(params.states[i], attn::offset_of(params.states[i], row) + col);
+      sum += weight(state_lse) * attn::read<Accum>(state.out, state.out_type, attn::out_at(state, row) + col);
     }
-    attn::write(params.merged, attn::offset_of(params.merged, row) + col, is_empty ? 0.0f : sum / total);
+    attn::write(merged.out, merged.out_type, attn::out_at(merged, row) + col, is_empty ? Accum(0) : sum / total);
   }
   __syncwarp();  // every lane has read the states' lse
-  if (lane == 0) *attn::lse_of(params.merged, row) = lse;
+  if (lane == 0) attn::write(merged.lse, merged.lse_type, attn::lse_at(merged, row), lse);
 }

@@ -9,6 +9,7 @@
 namespace cf {
 
 constexpr int kThreads = kWarps * kWarpSize;
+using Accum = AccumElement;
 
 }  // namespace cf
 
@@ -17,29 +18,30 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) merge_states_bwd(cons
   const int lane = threadIdx.x % kWarpSize;
   const attn::Row row = attn::row_of_warp(static_cast<int64>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize, params.len, params.heads);
   if (row.batch >= params.batch) return;
-  const float lse = *attn::lse_of(params.merged, row);
-  const int64 out_at = attn::offset_of(params.merged, row), dout_at = attn::offset_of(params.dmerged, row);
+  const State& merged = params.merged;
+  const State& dmerged = params.dmerged;
+  const Accum lse = attn::read_lse<Accum>(merged, row);
 
   for (int i = 0; i < params.num_states; ++i) {
     const State& state = params.states[i];
     const State& grad = params.grads[i];
-    const float state_lse = *attn::lse_of(state, row);
+    const Accum state_lse = attn::read_lse<Accum>(state, row);
     const bool has_keys = state_lse != -kInfinity && lse != -kInfinity;
-    const float weight = has_keys ? ptx::exp2((state_lse - lse) * kLog2E) : 0.0f;
-    const int64 state_at = attn::offset_of(state, row), grad_at = attn::offset_of(grad, row);
-    float inner = 0.0f;
+    const Accum weight = has_keys ? ptx::exp2((state_lse - lse) * Accum(kLog2E)) : Accum(0);
+    Accum inner = 0;
     for (int col = lane; col < params.head_dim; col += kWarpSize) {
-      float dout = 0.0f;
+      Accum dout = 0;
       if (has_keys) {
-        dout = attn::read(params.dmerged, dout_at + col);
-        inner += dout * (attn::read(state, state_at + col) - attn::read(params.merged, out_at + col));
+        dout = attn::read<Accum>(dmerged.out, dmerged.out_type, attn::out_at(dmerged, row) + col);
+        inner += dout * (attn::read<Accum>(state.out, state.out_type, attn::out_at(state, row) + col) -
+                         attn::read<Accum>(merged.out, merged.out_type, attn::out_at(merged, row) + col));
       }
-      attn::write(grad, grad_at + col, has_keys ? weight * dout : 0.0f);
+      attn::write(grad.out, grad.out_type, attn::out_at(grad, row) + col, has_keys ? weight * dout : Accum(0));
     }
 #pragma unroll
     for (int d = kWarpSize / 2; d > 0; d /= 2) inner += __shfl_xor_sync(kFullWarp, inner, d);
     if (lane > 0) continue;
-    const float dlse = params.dmerged.lse && has_keys ? *attn::lse_of(params.dmerged, row) : 0.0f;
-    *attn::lse_of(grad, row) = has_keys ? weight * (inner + dlse) : 0.0f;
+    const Accum dlse = dmerged.lse && has_keys ? attn::read_lse<Accum>(dmerged, row) : Accum(0);
+    attn::write(grad.lse, grad.lse_type, attn::lse_at(grad, row), has_keys ? weight * (inner + dlse) : Accum(0));
   }
 }

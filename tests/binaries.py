@@ -13,9 +13,10 @@ from cupyflash._cuda.device import Device
 from cupyflash._cuda.plan import Plan
 from cupyflash._cuda.plan import backward as plan_backward
 from cupyflash._cuda.plan import forward as plan_forward
+from cupyflash._errors import UnsupportedError
 from cupyflash._spec import Features, Mask, Spec
 
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 PLAIN = Spec(
     dtype="bfloat16",
     heads_q=4,
@@ -29,6 +30,8 @@ PLAIN = Spec(
     out_dtype="bfloat16",
     dout_dtype="bfloat16",
     grad_dtype="bfloat16",
+    bias_dtype=None,
+    dbias_dtype=None,
     accumulate=False,
     deterministic=False,
     split=False,
@@ -53,18 +56,26 @@ AXES: dict[str, tuple[Any, ...]] = {
     "mask": tuple(Mask),
     "softcap": (False, True),
     "alibi": (False, True),
+    "bias": (None, "float32", "bfloat16"),
+    "dropout": (False, True),
+    "deterministic": (False, True),
     "negative_scale": (False, True),
     "align": (16, 4, 2),
     "gradients": ("as inputs", "float32", "added to"),
     "out_dtype": ("as inputs", "float32"),
     "dout_dtype": ("as inputs", "float32"),
 }
-SHAPES = (*((dim, dim) for dim in HEAD_DIMS[:5]), (192, 128), (64, 256))  # of a feature's rows, in turn
+# What is compiled plain, in a forward and a backward; float16, one instruction's name away from bfloat16, in the pairs.
+PLAIN_DIMS = {"bfloat16": HEAD_DIMS, "float32": HEAD_DIMS, "float64": (64, 256)}
+SHAPES = ((64, 64), (128, 128), (192, 128), (64, 256), (256, 256), (96, 96), (32, 32))  # of the pairs' rows, in turn
+# What the kernels before and after a backward depend on: alignment, and the dtypes of out, dout and gradients.
+SMALL_KERNELS = ((16, "float32", "bfloat16", "float32"), (4, "bfloat16", "float32", "bfloat16"))
+PAIR_DTYPES = ("bfloat16", "float32", "float16", "float64")
 
 
 def plans(asked: Spec, device: Device) -> tuple[Plan[Any], ...]:
     """Every kernel that a forward and a backward of this Spec launch."""
-    return plan_forward(asked, device), *plan_backward(asked, device)
+    return plan_forward(asked, device), *(plan for plan in plan_backward(asked, device) if plan is not None)
 
 
 def cover(device: Device) -> dict[str, Plan[Any]]:
@@ -78,12 +89,19 @@ def cover(device: Device) -> dict[str, Plan[Any]]:
                 binaries.add(plan.binary)
                 named[f"{plan.kernel} {name}"] = plan
 
-    for dtype, dim in itertools.product(DTYPES, HEAD_DIMS):
-        add(f"{dtype} D{dim}", plans(spec(dtype, dim), device))
+    for dtype, dims in PLAIN_DIMS.items():
+        for dim in dims:
+            if is_held(asked := spec(dtype, dim), device):
+                add(f"{dtype} D{dim}", plans(asked, device))
     add("negative scale", plans(spec(features=Features(negative_scale=True)), device))  # alone, as others replace it
     for number, row in enumerate(pairwise()):
         dim, dim_v = SHAPES[number % len(SHAPES)]
-        add(f"pairs {number}", plans(spec_of({"dtype": DTYPES[number % 3], "dim": dim, "dim_v": dim_v} | row), device))
+        asked = spec_of({"dtype": PAIR_DTYPES[number % 4], "dim": dim, "dim_v": dim_v} | row)
+        if is_held(asked, device):
+            add(f"pairs {number}", tuple(plan for plan in plans(asked, device) if hasattr(plan.constants, "is_masked")))
+    for number, (align, out, dout, grad) in enumerate(SMALL_KERNELS):
+        asked = spec(align=align, out_dtype=out, dout_dtype=dout, grad_dtype=grad, accumulate=grad == "float32")
+        add(f"widths {number}", (plan_backward(asked, device).preprocess, plan_backward(asked, device).finish))
     add("plain", merges(device))
     return named
 
@@ -92,13 +110,27 @@ def everything(device: Device) -> dict[Any, Plan[Any]]:
     """Every binary that a Spec can reach on this device."""
     axes = {"dtype": DTYPES, "dim": HEAD_DIMS, "dim_v": HEAD_DIMS} | AXES
     rows = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
-    reached = {plan.binary: plan for row in rows for plan in plans(spec_of(row), device)}
+    specs = (asked for row in rows if is_held(asked := spec_of(row), device))
+    reached = {plan.binary: plan for asked in specs for plan in plans(asked, device)}
     return reached | {plan.binary: plan for plan in merges(device)}
+
+
+def is_held(asked: Spec, device: Device) -> bool:
+    """False where the planner says that the device is too small for this Spec, which only wide float64 rows are."""
+    try:
+        plans(asked, device)
+    except UnsupportedError:
+        assert asked.dtype == "float64"
+        assert device.smem_bytes < 100 * 1024
+        return False
+    return True
 
 
 def merges(device: Device) -> tuple[Plan[Any], ...]:
     """The two kernels that no Spec leads to."""
-    return tuple(Plan(constants, device.arch, "merges") for constants in (MergeStates(), MergeStatesBwd()))
+    return tuple(
+        Plan(constants, device.arch, "merges") for constants in (MergeStates("float32"), MergeStatesBwd("float32"))
+    )
 
 
 def pairwise() -> Iterator[dict[str, Any]]:
@@ -117,10 +149,13 @@ def pairwise() -> Iterator[dict[str, Any]]:
 def spec_of(row: dict[str, Any]) -> Spec:
     """The Spec of one row of AXES with a dtype and head dims."""
     changes = {name: row[name] for name in ("dtype", "dim", "dim_v", "mask", "align")}
-    changes["features"] = Features(softcap=row["softcap"], alibi=row["alibi"], negative_scale=row["negative_scale"])
+    has_bias, switches = row["bias"] is not None, ("softcap", "alibi", "dropout", "negative_scale")
+    changes["features"] = Features(bias=has_bias, **{name: row[name] for name in switches})
+    changes |= {"deterministic": row["deterministic"], "bias_dtype": row["bias"], "dbias_dtype": row["bias"]}
     changes |= {name: row[name] for name in ("out_dtype", "dout_dtype") if row[name] != "as inputs"}
     if row["gradients"] != "as inputs":
         changes |= {"grad_dtype": "float32", "accumulate": row["gradients"] == "added to"}
+        changes["dbias_dtype"] = "float32" if has_bias else None
     return spec(**changes)
 
 

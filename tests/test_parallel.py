@@ -36,7 +36,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "sink": True,
     },
 }
-REFUSABLE = ("bias", "dropout", "dropout, everything")
 
 
 def _options(name: str, rng: Random) -> dict[str, Any]:
@@ -65,15 +64,7 @@ def _put(backend: Backend, options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(params=OPTIONS)
-def name(request: pytest.FixtureRequest, backend: Backend) -> str:
-    if backend.name != "numpy" and request.param in REFUSABLE:
-        x = backend.put(np.zeros((1, LEN_Q, HEADS, WIDTH), np.float32))
-        options = _put(
-            backend, _shard(_options(request.param, np.random.default_rng()), slice(0, LEN_Q), with_sink=False)
-        )
-        with pytest.raises(cf.UnsupportedError, match="NumPy backend"):
-            cf.attn_fwd(x, x, x, **options)
-        pytest.skip("refused by the GPU backend, as it should be")
+def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 

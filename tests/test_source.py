@@ -17,7 +17,7 @@ from tests import binaries
 HEADER = (source.root() / "include" / "params.cuh").read_text(encoding="utf-8")
 QUOTED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 LAYERS = ("ptx", "tile", "attn")  # who may include whom: only what stands further left, or beside it
-C_TYPES = {"i": "int", "I": "uint32", "f": "float", "q": "int64", "Q": "uint64"}
+C_TYPES = {"i": "int", "I": "uint32", "d": "double", "q": "int64", "Q": "uint64"}
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values())

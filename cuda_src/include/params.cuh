@@ -37,13 +37,13 @@ struct Problem {
   int is_q_start_given;         // 0: q_start = live keys - queries of each sequence
 };
 
-// What turns q.k into a score, and what stands beside it.
+// What turns q.k into a score, and what stands beside it. `Accum` is double for double inputs, else float.
 struct Scores {
-  const float* alibi_slopes;    // [B, Hq]
-  const float* sink;            // [Hq]
-  const void* bias;             // [B, Hq, Nq, Nk]
-  const void* seed;             // one 64-bit word on the device; null: seed_value
-  const void* offset;
+  const void* alibi_slopes;     // [B, Hq] Accum
+  const void* sink;             // [Hq] Accum
+  const void* bias;             // [B, Hq, Nq, Nk] BiasElement; broadcast axes have stride 0
+  const int64* seed;            // one number on the device; null: seed_value
+  const int64* offset;          // likewise
   int64 alibi_stride_b;
   int64 alibi_stride_h;
   int64 bias_stride_b;
@@ -52,12 +52,13 @@ struct Scores {
   int64 bias_stride_k;
   uint64 seed_value;
   uint64 offset_value;
-  float scale;
-  float fold;                   // multiplies scores into base-2 exponents: log2(e), or |scale| log2(e) of raw scores
-  float softcap;                // c; 0: none
-  float softcap_scale;          // scale / c
+  double scale;
+  double fold;                  // multiplies scores into base-2 exponents: log2(e), or |scale| log2(e) of raw scores
+  double softcap;               // c; 0: none
+  double softcap_scale;         // scale / c
+  double keep_scale;            // 1 / (1 - dropout_p)
   uint32 keep_threshold;        // keep iff the Philox word is not below it
-  float keep_scale;             // 1 / (1 - p)
+  int padding;
 };
 
 struct FwdParams {
@@ -67,7 +68,7 @@ struct FwdParams {
   Tensor k;                     // [B, Nk, Hkv, D]
   Tensor v;                     // [B, Nk, Hkv, Dv]
   Tensor out;                   // [B, Nq, Hq, Dv]
-  Tensor lse;                   // [B, Hq, Nq] float
+  Tensor lse;                   // [B, Hq, Nq] Accum
 };
 
 struct BwdPreprocessParams {
@@ -78,49 +79,72 @@ struct BwdPreprocessParams {
   Tensor dlse;                  // [B, Hq, Nq]; null data: zero
   Tensor delta_in;              // [B, Hq, Nq]; null data: computed
   Tensor delta_out;             // [B, Hq, Nq]; null data: not wanted
-  float2* stats;                // [Hq, padded rows] (lse log2(e), delta); null: not wanted
-  float* dq_accum;              // [Hq, padded rows, accum_cols], zeroed here; null: not wanted
+  void* stats;                  // [Hq, padded rows] (lse log2(e), delta); null: not wanted
+  void* dq_accum;               // [Hq, padded rows, accum_cols] Accum, zeroed here; null: not wanted
   void* dout_rounded;           // [B, Nq, Hq, Dv] contiguous in q's type; null: dout has it already
-  const float* sink;            // [Hq]
-  float* dsink;                 // [Hq], added to
+  const void* sink;             // [Hq] Accum
+  void* dsink_parts;            // [Hq, blocks of a head] Accum; null: no sink
   int accum_cols;               // the main kernel's kHeadDim
   int padding;
 };
 
-struct BwdParams {
+struct BwdParams {              // of bwd_generic and bwd_dq_generic
   Problem problem;
   Scores scores;
   Tensor q;
   Tensor k;
   Tensor v;
   Tensor dout;
-  Tensor dk;                    // [B, Nk, Hkv, D]
+  Tensor dq;                    // [B, Nq, Hq, D], of bwd_dq_generic
+  Tensor dk;                    // [B, Nk, Hkv, D], of bwd_generic
   Tensor dv;                    // [B, Nk, Hkv, Dv]
-  const float2* stats;          // as above
-  float* dq_accum;              // in fragment order, see bwd_finish
+  const void* stats;            // as above
+  void* dq_accum;               // in fragment order, see bwd_finish
+};
+
+struct BwdBiasParams {
+  Problem problem;
+  Scores scores;
+  Tensor q;
+  Tensor k;
+  Tensor v;
+  Tensor dout;
+  const void* stats;
+  void* dbias;                  // [B or 1, Hq or 1, Nq or 1, Nk or 1]
+  int64 dbias_stride_b;
+  int64 dbias_stride_h;
+  int64 dbias_stride_q;
+  int64 dbias_stride_k;
+  int dbias_batch;              // extents: 1 where the gradient sums over the axis
+  int dbias_heads;
+  int dbias_len_q;
+  int dbias_len_k;
 };
 
 struct BwdFinishParams {
   Problem problem;
-  Tensor dq;                    // [B, Nq, Hq, D]
-  const float* dq_accum;        // [Hq, padded rows, accum_cols], 16 x 8 fragments
-  float scale;
+  Tensor dq;                    // [B, Nq, Hq, D]; null data: it is home already
+  const void* dq_accum;         // [Hq, padded rows, accum_cols] Accum, 16 x 8 fragments
+  const void* dsink_parts;      // [Hq, parts] Accum
+  void* dsink;                  // [Hq] Accum; null: no sink
+  double scale;
   int accum_cols;
+  int parts;
 };
 
 constexpr int kMergeStates = 24;  // of one launch
 
 struct State {
   void* out;                    // [B, N, H, Dv]
-  void* lse;                    // [B, H, N] float
+  void* lse;                    // [B, H, N]
   int64 out_stride_b;
   int64 out_stride_n;
   int64 out_stride_h;
   int64 lse_stride_b;
   int64 lse_stride_n;
   int64 lse_stride_h;
-  int out_type;                 // 0 float16, 1 bfloat16, 2 float32
-  int padding;
+  int out_type;                 // 0 float16, 1 bfloat16, 2 float32, 3 float64
+  int lse_type;                 // 2 or 3
 };
 
 struct MergeParams {

@@ -12,28 +12,33 @@ using bf16 = __nv_bfloat16;
 using fp16 = __half;
 
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
+constexpr double kLog2E = 1.4426950408889634;
+constexpr double kLn2 = 0.6931471805599453;
 constexpr int kWarpSize = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
 template <class T>
-constexpr bool kIsHalf = sizeof(T) == 2;  // runs on tensor cores; float runs on FMA
+constexpr bool kIsHalf = sizeof(T) == 2;  // runs on tensor cores; float and double run on FMA
 
 template <class A, class B>
-struct IsSame { static constexpr bool value = false; };
+constexpr bool kIsSame = false;
 template <class A>
-struct IsSame<A, A> { static constexpr bool value = true; };
+constexpr bool kIsSame<A, A> = true;
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(bf16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_float(fp16 x) { return __half2float(x); }
-
+// What sums and statistics are kept in: double for double, else float.
 template <class T>
-__device__ __forceinline__ T from_float(float x) {
-  if constexpr (IsSame<T, bf16>::value) return __float2bfloat16_rn(x);
-  else if constexpr (IsSame<T, fp16>::value) return __float2half_rn(x);
-  else return x;
+struct AccumOf { using Type = float; };
+template <>
+struct AccumOf<double> { using Type = double; };
+
+template <class To, class From>
+__device__ __forceinline__ To convert(From x) {
+  if constexpr (kIsSame<To, From>) return x;
+  else if constexpr (kIsSame<From, bf16>) return convert<To>(__bfloat162float(x));
+  else if constexpr (kIsSame<From, fp16>) return convert<To>(__half2float(x));
+  else if constexpr (kIsSame<To, bf16>) return __float2bfloat16_rn(static_cast<float>(x));
+  else if constexpr (kIsSame<To, fp16>) return __float2half_rn(static_cast<float>(x));
+  else return static_cast<To>(x);
 }
 
 // Two floats rounded into one register, `lo` at the lower address.
@@ -41,7 +46,7 @@ template <class T>
 __device__ __forceinline__ uint32 pack(float lo, float hi) {
   static_assert(kIsHalf<T>);
   uint32 r;
-  if constexpr (IsSame<T, bf16>::value) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  if constexpr (kIsSame<T, bf16>) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
   else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
   return r;
 }

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .._errors import UnsupportedError
 from .._spec import Call, Spec, View
 from . import device as _device
 from . import plan as _plan
 from .arguments import NO_TENSOR, TYPE_CODES, per_row, pointer, problem, rows, scores, tiles_of
-from .constants import ITEM_BYTES, BwdPreprocess, FwdGeneric, MergeStates, MergeStatesBwd
+from .constants import ITEM_BYTES, BwdDbiasGeneric, BwdPreprocess, FwdGeneric, MergeStates, MergeStatesBwd, accum_of
 from .launch import run
 from .params import MERGE_STATES
 from .plan import BackwardPlan, Plan
@@ -45,108 +44,111 @@ def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric]) -> None:
 
 
 def workspace_bytes(spec: Spec, call: Call, *, backward: bool) -> int:
-    """Bytes beyond the results: a backward's (lse, delta) pairs, its FP32 dq, and dout where it is rounded."""
+    """Bytes beyond the results: a backward's (lse, delta) pairs, dq sums, dsink's parts, and dout where rounded."""
     return sum(_aligned(size) for size in _workspace_parts(spec, call)) if backward else 0
 
 
 def backward(spec: Spec, call: Call, plan: BackwardPlan) -> None:
-    """Write dq, dk and dv (dsink too with a sink), or add to them."""
+    """Write dq, dk and dv (dbias and dsink too where there is a bias or a sink), or add to them."""
     main, finish = plan.main.constants, plan.finish.constants
     sizes = _workspace_parts(spec, call)
     workspace = call.workspace
     if workspace is None:
         assert call.empty is not None
         workspace = call.empty((sum(_aligned(size) for size in sizes),), "uint8")
-    stats = workspace.ptr
-    dq_accum = stats + _aligned(sizes[0])
-    rounded = dq_accum + _aligned(sizes[1]) if sizes[2] else 0
-    if call.dsink is not None and not spec.accumulate:
-        _zero(call.dsink, call.device, call.stream)
-
+    addresses = _addresses(workspace, sizes)
+    stats, dq_accum, parts, rounded = addresses
     where = problem(spec, call, plan.preprocess.constants.query_tile, main.key_tile)
-    cols = main.head_dim
-    _run_preprocess(plan.preprocess, spec.heads_q, call, where, None, (stats, dq_accum, rounded), cols)
+    query_blocks = _blocks(call, call.len_q, plan.preprocess.constants.query_tile, spec.heads_q)
+    _run_preprocess(plan.preprocess, query_blocks, call, where, None, addresses, main.head_dim)
+
     dout = rows(call.dout)
     if rounded:
         dim, heads = spec.head_dim_v, spec.heads_q
         dout = (rounded, call.len_q * heads * dim, heads * dim, dim)
-    values = (
-        *where,
-        *scores(spec, call),
-        *rows(call.q),
-        *rows(call.k),
-        *rows(call.v),
-        *dout,
-        *rows(call.dk),
-        *rows(call.dv),
-        stats,
-        dq_accum,
+    inputs = (*scores(spec, call), *rows(call.q), *rows(call.k), *rows(call.v), *dout)
+    gradients = (*rows(call.dq), *rows(call.dk), *rows(call.dv), stats, dq_accum)
+    key_blocks = _blocks(call, call.len_k, main.key_tile, spec.heads_kv)
+    run(plan.main, key_blocks, (*where, *inputs, *gradients), call.device, call.stream)
+    if plan.dq is not None:
+        tile = plan.dq.constants.query_tile
+        values = (*problem(spec, call, tile, main.key_tile), *inputs, *gradients)
+        run(plan.dq, _blocks(call, call.len_q, tile, spec.heads_q), values, call.device, call.stream)
+    if plan.dbias is not None:
+        _run_dbias(plan.dbias, call, (*where, *inputs, stats))
+    if plan.dq is None or call.dsink is not None:
+        dq = rows(call.dq) if plan.dq is None else NO_TENSOR
+        sums = (dq_accum, parts, pointer(call.dsink), call.scale, main.head_dim, query_blocks // max(spec.heads_q, 1))
+        blocks = _blocks(call, call.len_q, finish.query_tile, spec.heads_q)
+        values = (*problem(spec, call, finish.query_tile, main.key_tile), *dq, *sums)
+        run(plan.finish, blocks, values, call.device, call.stream)
+        if blocks == 0 and call.dsink is not None and not spec.accumulate:
+            _zero(call.dsink, call.device, call.stream)
+
+
+def _run_dbias(plan: Plan[BwdDbiasGeneric], call: Call, values: tuple[Any, ...]) -> None:
+    dbias, c = _given(call.dbias), plan.constants
+    batch, heads, len_q, len_k = dbias.shape
+    tiles = (-(-len_q // c.query_tile), -(-len_k // c.key_tile))
+    run(
+        plan,
+        batch * heads * tiles[0] * tiles[1],
+        (*values, dbias.ptr, *dbias.strides, *dbias.shape),
+        call.device,
+        call.stream,
     )
-    run(plan.main, _blocks(call, call.len_k, main.key_tile, spec.heads_kv), values, call.device, call.stream)
-    where = problem(spec, call, finish.query_tile, main.key_tile)
-    blocks = _blocks(call, call.len_q, finish.query_tile, spec.heads_q)
-    run(plan.finish, blocks, (*where, *rows(call.dq), dq_accum, call.scale, cols), call.device, call.stream)
 
 
 def preprocess(call: Call) -> None:
     """Write delta = rowsum(dout * out) - dlse."""
     out, dout = _given(call.out), _given(call.dout)
-    for name, view in (("out", out), ("dout", dout)):
-        if view.dtype not in ITEM_BYTES:
-            raise UnsupportedError(
-                f"{call.function}: `{name}` is {view.dtype}; {', '.join(ITEM_BYTES)} are accepted on the GPU."
-            )
     _plan.refuse_sizes(call)
     heads, dim = out.shape[2], out.shape[3]
-    constants = BwdPreprocess("float32", out.dtype, dout.dtype, copy_bytes=1)
+    element = "float64" if _given(call.delta).dtype == "float64" else "float32"
+    constants = BwdPreprocess(element, out.dtype, dout.dtype, copy_bytes=1)
     plan = Plan(constants, _device.of(call.device).arch, "delta alone")
     tiles = tiles_of(call.len_q, constants.query_tile, call)
     where = (*(0,) * 9, call.batch, call.len_q, 0, heads, heads, dim, dim, tiles, 0, 0, 0, 0)
-    _run_preprocess(plan, heads, call, where, call.delta, (0, 0, 0), 0)
+    blocks = _blocks(call, call.len_q, constants.query_tile, heads)
+    _run_preprocess(plan, blocks, call, where, call.delta, (0, 0, 0, 0), 0)
 
 
 def merge(call: MergeCall) -> None:
     """Write out and lse of any number of states: MERGE_STATES a launch, the running result among the next."""
     out, lse = _given(call.out), _given(call.lse)
-    _refuse_states(call, [*call.outs, out], [*call.lses, lse])
     states = list(zip(call.outs, call.lses, strict=True))
+    constants = MergeStates(_widest([*call.outs, *call.lses, out, lse]))
     while states:
         now, states = states[:MERGE_STATES], states[MERGE_STATES:]
         merged = out, lse
-        if states:  # a partial result, in float32
+        if states:  # a partial result
             assert call.empty is not None
-            merged = call.empty(out.shape, "float32"), call.empty(lse.shape, "float32")
+            merged = call.empty(out.shape, constants.accum_element), call.empty(lse.shape, constants.accum_element)
             states.insert(0, merged)
-        _run_merge(MergeStates(), call, out.shape, (*_states(now), *_state(*merged)), len(now))
+        _run_merge(constants, call, out.shape, (*_states(now), *_state(*merged)), len(now))
 
 
 def merge_bwd(call: MergeCall) -> None:
     """Write douts and dlses, MERGE_STATES a launch."""
     out, lse, dout = _given(call.out), _given(call.lse), _given(call.dout)
-    dlses = [] if call.dlse is None else [call.dlse]
-    _refuse_states(call, [*call.outs, out, dout, *call.douts], [*call.lses, lse, *dlses, *call.dlses])
     merged = (*_state(out, lse), *_state(dout, call.dlse))
+    constants = MergeStatesBwd(_widest([*call.outs, *call.lses, out, lse]))
     for begin in range(0, len(call.outs), MERGE_STATES):
         now = slice(begin, begin + MERGE_STATES)
         states = list(zip(call.outs[now], call.lses[now], strict=True))
         grads = list(zip(call.douts[now], call.dlses[now], strict=True))
-        _run_merge(MergeStatesBwd(), call, out.shape, (*_states(states), *_states(grads), *merged), len(states))
+        _run_merge(constants, call, out.shape, (*_states(states), *_states(grads), *merged), len(states))
 
 
-def _refuse_states(call: MergeCall, outs: list[View], lses: list[View]) -> None:
-    for name, views, accepted in (("outs", outs, tuple(ITEM_BYTES)), ("lses", lses, ("float32",))):
-        for view in views:
-            if view.dtype not in accepted:
-                raise UnsupportedError(
-                    f"{call.function}: `{name}` in {view.dtype} is not supported on the GPU; "
-                    f"{', '.join(accepted)} are. The NumPy backend merges any."
-                )
+def _widest(views: list[View]) -> str:
+    return "float64" if any(view.dtype == "float64" for view in views) else "float32"
 
 
 def _state(out: View, lse: View | None) -> tuple[int, ...]:
     """A partial result as State."""
     lse_values = (0, 0, 0, 0) if lse is None else (lse.ptr, lse.strides[0], lse.strides[2], lse.strides[1])
-    return out.ptr, lse_values[0], *out.strides[:3], *lse_values[1:], TYPE_CODES[out.dtype], 0
+    types = (TYPE_CODES[out.dtype], TYPE_CODES["float32" if lse is None else lse.dtype])
+    return out.ptr, lse_values[0], *out.strides[:3], *lse_values[1:], *types
 
 
 def _states(states: list[tuple[View, View]]) -> tuple[int, ...]:
@@ -171,14 +173,15 @@ def _given(view: View | None) -> View:
 
 def _run_preprocess(
     plan: Plan[BwdPreprocess],
-    heads: int,
+    blocks: int,
     call: Call,
     where: tuple[Any, ...],
     delta_out: View | None,
-    workspace: tuple[int, int, int],
+    workspace: tuple[int, int, int, int],
     accum_cols: int,
 ) -> None:
     is_computed = call.delta is None or delta_out is not None
+    stats, dq_accum, dsink_parts, rounded = workspace
     values = (
         *where,
         *(rows(call.out) if is_computed else NO_TENSOR),
@@ -187,13 +190,15 @@ def _run_preprocess(
         *per_row(call.dlse),
         *(NO_TENSOR if is_computed else per_row(call.delta)),
         *per_row(delta_out),
-        *workspace,
+        stats,
+        dq_accum,
+        rounded,
         pointer(call.sink),
-        pointer(call.dsink),
+        dsink_parts,
         accum_cols,
         0,
     )
-    run(plan, _blocks(call, call.len_q, plan.constants.query_tile, heads), values, call.device, call.stream)
+    run(plan, blocks, values, call.device, call.stream)
 
 
 def _blocks(call: Call, length: int, tile: int, heads: int) -> int:
@@ -201,15 +206,29 @@ def _blocks(call: Call, length: int, tile: int, heads: int) -> int:
     return tiles_of(length, tile, call) * heads * sequences if length else 0
 
 
-def _workspace_parts(spec: Spec, call: Call) -> tuple[int, int, int]:
-    """Bytes of (lse, delta) pairs, of the dq accumulator, and of dout rounded to q's type."""
+def _workspace_parts(spec: Spec, call: Call) -> tuple[int, int, int, int]:
+    """Bytes of the (lse, delta) pairs, of the dq sums, of dsink's parts, and of dout rounded to q's type."""
+    accum = ITEM_BYTES[accum_of(spec.dtype)]
     padded = -(-call.len_q // ROW_PAD) * ROW_PAD
     padded_rows = padded * call.batch if call.cu_seqlens_q is None else padded + call.batch * ROW_PAD
     per_head = spec.heads_q * padded_rows
     sequences = call.batch if call.cu_seqlens_q is None else 1
-    is_rounded = spec.dout_dtype != spec.dtype
-    rounded = sequences * call.len_q * spec.heads_q * spec.head_dim_v * ITEM_BYTES[spec.dtype] if is_rounded else 0
-    return 8 * per_head, 4 * per_head * _plan.head_dim_tile(spec.head_dim), rounded
+    rounded = sequences * call.len_q * spec.heads_q * spec.head_dim_v * ITEM_BYTES[spec.dtype]
+    return (
+        2 * accum * per_head,
+        0 if spec.deterministic else accum * per_head * _plan.head_dim_tile(spec.head_dim),
+        0 if call.sink is None else accum * _blocks(call, call.len_q, ROW_PAD, spec.heads_q),
+        0 if spec.dout_dtype == spec.dtype else rounded,
+    )
+
+
+def _addresses(workspace: View, sizes: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Where each part begins; 0 for an empty one."""
+    addresses, at = [], workspace.ptr
+    for size in sizes:
+        addresses.append(at if size else 0)
+        at += _aligned(size)
+    return addresses[0], addresses[1], addresses[2], addresses[3]
 
 
 def _aligned(size: int) -> int:

@@ -11,7 +11,7 @@ UNBOUNDED = 2**40  # a window bound further than any position
 LOG2_E = math.log2(math.e)
 FOLD_OF_SCALE_ZERO = 2.0**-100  # times any finite score still 0, and times a masked -inf still -inf
 NO_TENSOR = (0, 0, 0, 0)
-TYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2}
+TYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 
 
 def pointer(view: View | None) -> int:
@@ -67,30 +67,34 @@ def problem(spec: Spec, call: Call, query_tile: int, key_tile: int) -> tuple[Any
 
 def fold_of(spec: Spec, scale: float) -> float:
     """What brings scores to base-2 exponents: log2(e), times |scale| where nothing but the scale changes them."""
-    if spec.features.softcap or spec.features.alibi:
+    if spec.features.softcap or spec.features.alibi or spec.features.bias:
         return LOG2_E
     return abs(scale) * LOG2_E or FOLD_OF_SCALE_ZERO
 
 
 def scores(spec: Spec, call: Call) -> tuple[Any, ...]:
-    slopes = call.alibi_slopes
+    slopes, seed, offset = call.alibi_slopes, call.seed, call.offset
+    keep = 1.0 - call.dropout_p
     return (
         pointer(slopes),
         pointer(call.sink),
-        0,
-        0,
-        0,
+        pointer(call.bias),
+        seed.ptr if isinstance(seed, View) else 0,
+        offset.ptr if isinstance(offset, View) else 0,
         *((0, 0) if slopes is None else slopes.strides),
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
+        *((0, 0, 0, 0) if call.bias is None else broadcast_strides(call.bias)),
+        0 if isinstance(seed, View) else seed,
+        0 if isinstance(offset, View) else offset,
         call.scale,
         fold_of(spec, call.scale),
         call.softcap,
         call.scale / call.softcap if call.softcap else 0.0,
+        1.0 / keep,
+        min(math.floor(call.dropout_p * 2**32 + 0.5), 2**32 - 1),
         0,
-        1.0,
     )
+
+
+def broadcast_strides(view: View) -> tuple[int, ...]:
+    """Strides in which an axis of one serves every index."""
+    return tuple(0 if extent == 1 else stride for extent, stride in zip(view.shape, view.strides, strict=True))

@@ -7,34 +7,53 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-ELEMENTS = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float"}
-ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+ELEMENTS = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # what a tile's head dim is rounded up to
 
 
+def accum_of(element: str) -> str:
+    """What sums and row statistics are kept in."""
+    return "float64" if element == "float64" else "float32"
+
+
+def _stats_bytes(element: str, rows: int) -> int:
+    """(lse, delta) of each row, as one member of a shared-memory struct: a multiple of 128 bytes."""
+    return -(-rows * 2 * ITEM_BYTES[accum_of(element)] // 128) * 128
+
+
 @dataclass(frozen=True, slots=True)
-class FwdGeneric:
-    """`fwd_generic.cu`."""
+class _Scores:
+    """What every kernel that makes scores is specialised on."""
 
     element: str
-    out_element: str
     head_dim: int
     head_dim_v: int
     query_tile: int
     key_tile: int
     warps: int
-    blocks_per_sm: int
     copy_bytes: int
+    bias_element: str
     is_masked: bool
     has_softcap: bool
     has_alibi: bool
+    has_bias: bool
+    has_dropout: bool
     is_scale_negative: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FwdGeneric(_Scores):
+    """`fwd_generic.cu`."""
+
+    out_element: str
+    blocks_per_sm: int
 
     @property
     def smem_bytes(self) -> int:
         item = ITEM_BYTES[self.element]
         tiles = self.query_tile * self.head_dim + self.key_tile * (self.head_dim + self.head_dim_v)
-        probabilities = self.query_tile * self.key_tile if item == 4 else 0  # 16-bit P stays in registers
+        probabilities = self.query_tile * self.key_tile if item > 2 else 0  # 16-bit P stays in registers
         return item * (tiles + probabilities)
 
 
@@ -55,41 +74,61 @@ class BwdPreprocess:
 
 
 @dataclass(frozen=True, slots=True)
-class BwdGeneric:
+class BwdGeneric(_Scores):
     """`bwd_generic.cu`."""
 
-    element: str
     grad_element: str
-    head_dim: int
-    head_dim_v: int
-    query_tile: int
-    key_tile: int
+    accumulate: bool
+    sums_dq: bool  # else dq is bwd_dq_generic's
     stages: int
-    warps: int
     score_warps: int
     key_warps: int
     query_warps: int
     blocks_per_sm: int
-    copy_bytes: int
-    is_masked: bool
-    has_softcap: bool
-    has_alibi: bool
-    is_scale_negative: bool
+
+    @property
+    def smem_bytes(self) -> int:
+        item, both_dims = ITEM_BYTES[self.element], self.head_dim + self.head_dim_v
+        stage = item * self.query_tile * both_dims + _stats_bytes(self.element, self.query_tile)
+        return item * (self.key_tile * both_dims + 2 * self.query_tile * self.key_tile) + self.stages * stage
+
+
+@dataclass(frozen=True, slots=True)
+class BwdDqGeneric(_Scores):
+    """`bwd_dq_generic.cu`."""
+
+    grad_element: str
+    accumulate: bool
+    stages: int
+    blocks_per_sm: int
+
+    @property
+    def smem_bytes(self) -> int:
+        item, both_dims = ITEM_BYTES[self.element], self.head_dim + self.head_dim_v
+        scores = self.query_tile * self.key_tile if item > 2 else 0  # 16-bit dS stays in registers
+        tiles = (self.query_tile + self.stages * self.key_tile) * both_dims
+        return item * (tiles + scores) + _stats_bytes(self.element, self.query_tile)
+
+
+@dataclass(frozen=True, slots=True)
+class BwdDbiasGeneric(_Scores):
+    """`bwd_dbias_generic.cu`."""
+
+    grad_element: str
     accumulate: bool
 
     @property
     def smem_bytes(self) -> int:
-        item = ITEM_BYTES[self.element]
-        both_dims = self.head_dim + self.head_dim_v
-        stats = -(-self.query_tile * 8 // 128) * 128
-        stage = item * self.query_tile * both_dims + stats
-        return item * (self.key_tile * both_dims + 2 * self.query_tile * self.key_tile) + self.stages * stage
+        tiles = ITEM_BYTES[self.element] * (self.query_tile + self.key_tile) * (self.head_dim + self.head_dim_v)
+        sums = ITEM_BYTES[accum_of(self.element)] * self.query_tile * self.key_tile
+        return tiles + _stats_bytes(self.element, self.query_tile) + sums
 
 
 @dataclass(frozen=True, slots=True)
 class BwdFinish:
     """`bwd_finish.cu`."""
 
+    accum_element: str
     grad_element: str
     copy_bytes: int
     accumulate: bool
@@ -105,6 +144,7 @@ class BwdFinish:
 class MergeStates:
     """`merge_states.cu`."""
 
+    accum_element: str
     warps: int = 8
 
     @property
@@ -116,6 +156,7 @@ class MergeStates:
 class MergeStatesBwd:
     """`merge_states_bwd.cu`."""
 
+    accum_element: str
     warps: int = 8
 
     @property
@@ -123,15 +164,19 @@ class MergeStatesBwd:
         return 0
 
 
-Constants = FwdGeneric | BwdPreprocess | BwdGeneric | BwdFinish | MergeStates | MergeStatesBwd
 KERNELS: dict[type, str] = {
     FwdGeneric: "fwd_generic",
     BwdPreprocess: "bwd_preprocess",
     BwdGeneric: "bwd_generic",
+    BwdDqGeneric: "bwd_dq_generic",
+    BwdDbiasGeneric: "bwd_dbias_generic",
     BwdFinish: "bwd_finish",
     MergeStates: "merge_states",
     MergeStatesBwd: "merge_states_bwd",
 }
+Constants = (
+    FwdGeneric | BwdPreprocess | BwdGeneric | BwdDqGeneric | BwdDbiasGeneric | BwdFinish | MergeStates | MergeStatesBwd
+)
 
 
 def camel(name: str) -> str:

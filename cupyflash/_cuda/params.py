@@ -49,12 +49,13 @@ SCORES = (
     ("bias_stride_k", "q"),
     ("seed_value", "Q"),
     ("offset_value", "Q"),
-    ("scale", "f"),
-    ("fold", "f"),
-    ("softcap", "f"),
-    ("softcap_scale", "f"),
+    ("scale", "d"),
+    ("fold", "d"),
+    ("softcap", "d"),
+    ("softcap_scale", "d"),
+    ("keep_scale", "d"),
     ("keep_threshold", "I"),
-    ("keep_scale", "f"),
+    ("padding", "i"),
 )
 STATE = (
     ("out", "P"),
@@ -66,7 +67,7 @@ STATE = (
     ("lse_stride_n", "q"),
     ("lse_stride_h", "q"),
     ("out_type", "i"),
-    ("padding", "i"),
+    ("lse_type", "i"),
 )
 MERGE_STATES = 24  # of one launch, kMergeStates
 
@@ -99,7 +100,7 @@ STRUCTS: dict[str, Fields] = {
         ("dq_accum", "P"),
         ("dout_rounded", "P"),
         ("sink", "P"),
-        ("dsink", "P"),
+        ("dsink_parts", "P"),
         ("accum_cols", "i"),
         ("padding", "i"),
     ),
@@ -110,12 +111,40 @@ STRUCTS: dict[str, Fields] = {
         ("k", TENSOR),
         ("v", TENSOR),
         ("dout", TENSOR),
+        ("dq", TENSOR),
         ("dk", TENSOR),
         ("dv", TENSOR),
         ("stats", "P"),
         ("dq_accum", "P"),
     ),
-    "BwdFinishParams": (("problem", PROBLEM), ("dq", TENSOR), ("dq_accum", "P"), ("scale", "f"), ("accum_cols", "i")),
+    "BwdBiasParams": (
+        ("problem", PROBLEM),
+        ("scores", SCORES),
+        ("q", TENSOR),
+        ("k", TENSOR),
+        ("v", TENSOR),
+        ("dout", TENSOR),
+        ("stats", "P"),
+        ("dbias", "P"),
+        ("dbias_stride_b", "q"),
+        ("dbias_stride_h", "q"),
+        ("dbias_stride_q", "q"),
+        ("dbias_stride_k", "q"),
+        ("dbias_batch", "i"),
+        ("dbias_heads", "i"),
+        ("dbias_len_q", "i"),
+        ("dbias_len_k", "i"),
+    ),
+    "BwdFinishParams": (
+        ("problem", PROBLEM),
+        ("dq", TENSOR),
+        ("dq_accum", "P"),
+        ("dsink_parts", "P"),
+        ("dsink", "P"),
+        ("scale", "d"),
+        ("accum_cols", "i"),
+        ("parts", "i"),
+    ),
     "MergeParams": (("states", (STATE, MERGE_STATES)), ("merged", STATE), *MERGE_SIZES),
     "MergeBwdParams": (
         ("states", (STATE, MERGE_STATES)),
@@ -129,6 +158,8 @@ PARAMS = {
     "fwd_generic": "FwdParams",
     "bwd_preprocess": "BwdPreprocessParams",
     "bwd_generic": "BwdParams",
+    "bwd_dq_generic": "BwdParams",
+    "bwd_dbias_generic": "BwdBiasParams",
     "bwd_finish": "BwdFinishParams",
     "merge_states": "MergeParams",
     "merge_states_bwd": "MergeBwdParams",
@@ -148,7 +179,7 @@ def _format(fields: Fields) -> str:
 
 
 def _dtype(fields: Fields) -> np.dtype:
-    numpy_codes = {"P": "u8", "q": "i8", "Q": "u8", "i": "i4", "I": "u4", "f": "f4"}
+    numpy_codes = {"P": "u8", "q": "i8", "Q": "u8", "i": "i4", "I": "u4", "d": "f8"}
     described: list[Any] = []
     for name, kind in fields:
         if isinstance(kind, str):

@@ -13,14 +13,25 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from .._errors import UnsupportedError
 from .._spec import Call, Mask, Spec
 from . import tiles
-from .constants import HEAD_DIMS, ITEM_BYTES, KERNELS, BwdFinish, BwdGeneric, BwdPreprocess, Constants, FwdGeneric
+from .constants import (
+    HEAD_DIMS,
+    ITEM_BYTES,
+    KERNELS,
+    BwdDbiasGeneric,
+    BwdDqGeneric,
+    BwdFinish,
+    BwdGeneric,
+    BwdPreprocess,
+    Constants,
+    FwdGeneric,
+    accum_of,
+)
 from .device import Device
 
 MAX_HEAD_DIM = HEAD_DIMS[-1]
 MAX_LENGTH = 2**30 - 1  # rows of one sequence axis: kernels keep row numbers and distances in 32 bits
 MAX_BLOCKS = 2**31 - 1  # of a one-dimensional grid
 _CPU = "the NumPy backend does this"
-_WRITTEN = "float16, bfloat16 and float32 are written on the GPU"
 
 
 C = TypeVar("C", bound=Constants, covariant=True)
@@ -59,14 +70,16 @@ class Plan(Generic[C]):
 
 
 class BackwardPlan(NamedTuple):
-    """The kernels of a backward, run in this order."""
+    """The kernels of a backward, run in this order; None is not needed."""
 
     preprocess: Plan[BwdPreprocess]
     main: Plan[BwdGeneric]
+    dq: Plan[BwdDqGeneric] | None  # deterministic: dq has its own kernel
+    dbias: Plan[BwdDbiasGeneric] | None
     finish: Plan[BwdFinish]
 
     def __str__(self) -> str:
-        return "\n".join(str(plan) for plan in self)
+        return "\n".join(str(plan) for plan in self if plan is not None)
 
 
 def head_dim_tile(head_dim: int) -> int:
@@ -74,21 +87,14 @@ def head_dim_tile(head_dim: int) -> int:
     return next(tile for tile in HEAD_DIMS if head_dim <= tile)
 
 
-def refuse(spec: Spec, *, backward: bool) -> None:
+def refuse(spec: Spec) -> None:
     """Raise UnsupportedError for what these kernels cannot serve; the message says what can."""
-    features = spec.features
+    head_dim = max(spec.head_dim, spec.head_dim_v)
     reasons = (
-        (spec.dtype == "float64", "float64 inputs", f"float16, bfloat16 and float32 run on the GPU; {_CPU}"),
-        (max(spec.head_dim, spec.head_dim_v) > MAX_HEAD_DIM, f"head_dim {max(spec.head_dim, spec.head_dim_v)}",
-         f"the CUDA kernels take at most {MAX_HEAD_DIM}; the NumPy backend takes any"),
-        (features.bias, "`bias`", f"no CUDA kernel adds a bias yet; {_CPU}"),
-        (features.dropout, "`dropout_p` above 0", f"no CUDA kernel drops out yet; {_CPU}"),
-        (spec.deterministic and backward, "`deterministic`", f"the CUDA backward sums dq by atomics so far; {_CPU}"),
+        (head_dim > MAX_HEAD_DIM, f"head_dim {head_dim}", f"at most {MAX_HEAD_DIM} is; the NumPy backend takes any"),
         (spec.paged, "`block_table`", f"no CUDA kernel reads pages yet; {_CPU}"),
         (spec.split, "`num_splits` or `split_len`", f"no CUDA kernel splits keys yet; {_CPU}"),
-        (spec.out_dtype not in ITEM_BYTES, f"out in {spec.out_dtype}", _WRITTEN),
-        (spec.grad_dtype is not None and spec.grad_dtype not in ITEM_BYTES, f"{spec.grad_dtype} gradients", _WRITTEN),
-    )  # fmt: skip
+    )
     for applies, given, accepted in reasons:
         if applies:
             raise UnsupportedError(f"cupyflash on CUDA: {given} is not supported; {accepted}.")
@@ -103,65 +109,57 @@ def refuse_sizes(call: Call) -> None:
 
 
 def _copy_bytes(spec: Spec) -> int:
-    """Bytes that one copy moves: 16 where every row allows it, else 4, else one element."""
-    return 16 if spec.align == 16 else 4 if spec.align >= 4 else ITEM_BYTES[spec.dtype]
+    """Bytes that one copy moves: 16 where every row allows it, else 4, or one element if that is another size."""
+    item = ITEM_BYTES[spec.dtype]
+    return 16 if spec.align == 16 else max(item, 4) if spec.align >= 4 else item
 
 
-def _score_switches(spec: Spec) -> dict[str, bool]:
+def _score_constants(spec: Spec) -> dict[str, Any]:
+    """The constants that all kernels with scores share, their tiles apart."""
     features = spec.features
-    changes_scores = features.softcap or features.alibi
+    changes_scores = features.softcap or features.alibi or features.bias
     return {
+        "element": spec.dtype,
+        "head_dim": head_dim_tile(spec.head_dim),
+        "head_dim_v": head_dim_tile(spec.head_dim_v),
+        "copy_bytes": _copy_bytes(spec),
+        "bias_element": spec.bias_dtype or accum_of(spec.dtype),
         "is_masked": spec.mask is not Mask.NONE,
         "has_softcap": features.softcap,
         "has_alibi": features.alibi,
+        "has_bias": features.bias,
+        "has_dropout": features.dropout,
         "is_scale_negative": features.negative_scale and not changes_scores,  # else the scale itself is multiplied
     }
 
 
+def _rows(table: dict[int, dict[int, list[Any]]], spec: Spec) -> list[Any]:
+    return table[ITEM_BYTES[spec.dtype]][head_dim_tile(max(spec.head_dim, spec.head_dim_v))]
+
+
+def _fitting(
+    kind: type[Any], table: dict[int, dict[int, list[Any]]], spec: Spec, device: Device, **more: Any
+) -> Iterator[Plan[Any]]:
+    """Plans of the table's rows that the device can hold, in order."""
+    for rank, tile in enumerate(_rows(table, spec)):
+        constants = kind(**_score_constants(spec), **tile._asdict(), **more)
+        if constants.smem_bytes <= device.smem_bytes and (kind is not BwdGeneric or _divides(constants)):
+            why = f"row {rank} of the tile table: the first whose tiles fit {device.smem_bytes} bytes of shared memory"
+            yield Plan(constants, device.arch, why)
+
+
 def legal_forward(spec: Spec, device: Device) -> Iterator[Plan[FwdGeneric]]:
     """Candidates of `fwd_generic`, best first."""
-    head_dim, head_dim_v = head_dim_tile(spec.head_dim), head_dim_tile(spec.head_dim_v)
-    table = tiles.FWD_16BIT if ITEM_BYTES[spec.dtype] == 2 else tiles.FWD_32BIT
-    for rank, tile in enumerate(table[max(head_dim, head_dim_v)]):
-        constants = FwdGeneric(
-            element=spec.dtype,
-            out_element=spec.out_dtype,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-            copy_bytes=_copy_bytes(spec),
-            **tile._asdict(),
-            **_score_switches(spec),
-        )
-        if constants.smem_bytes <= device.smem_bytes:
-            yield Plan(constants, device.arch, _why(rank, device))
+    return _fitting(FwdGeneric, tiles.FWD, spec, device, out_element=spec.out_dtype)
 
 
-def legal_backward(spec: Spec, device: Device) -> Iterator[BackwardPlan]:
-    """Candidates of the backward, best first."""
-    assert spec.grad_dtype is not None
-    assert spec.dout_dtype is not None
-    head_dim, head_dim_v = head_dim_tile(spec.head_dim), head_dim_tile(spec.head_dim_v)
-    table = tiles.BWD_16BIT if ITEM_BYTES[spec.dtype] == 2 else tiles.BWD_32BIT
-    for rank, tile in enumerate(table[max(head_dim, head_dim_v)]):
-        constants = BwdGeneric(
-            element=spec.dtype,
-            grad_element=spec.grad_dtype,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-            copy_bytes=_copy_bytes(spec),
-            accumulate=spec.accumulate,
-            **tile._asdict(),
-            **_score_switches(spec),
-        )
-        if constants.smem_bytes > device.smem_bytes or not _divides(constants):
-            continue
-        preprocess = BwdPreprocess(spec.dtype, spec.out_dtype, spec.dout_dtype, _copy_bytes(spec))
-        finish = BwdFinish(spec.grad_dtype, constants.copy_bytes, spec.accumulate)
-        yield BackwardPlan(
-            Plan(preprocess, device.arch, "delta, and dq zeroed"),
-            Plan(constants, device.arch, _why(rank, device)),
-            Plan(finish, device.arch, "dq to its type"),
-        )
+def legal_main(spec: Spec, device: Device) -> Iterator[Plan[BwdGeneric]]:
+    """Candidates of `bwd_generic`, best first."""
+    return _fitting(BwdGeneric, tiles.BWD, spec, device, **_gradients(spec), sums_dq=not spec.deterministic)
+
+
+def _gradients(spec: Spec) -> dict[str, Any]:
+    return {"grad_element": spec.grad_dtype, "accumulate": spec.accumulate}
 
 
 def _divides(c: BwdGeneric) -> bool:
@@ -179,22 +177,47 @@ def _divides(c: BwdGeneric) -> bool:
     )
 
 
-def _why(rank: int, device: Device) -> str:
-    return f"row {rank} of the tile table: the first whose tiles fit {device.smem_bytes} bytes of shared memory"
+def _first(plans: Iterator[Plan[Any]], spec: Spec, device: Device) -> Plan[Any]:
+    found = next(plans, None)
+    if found is None:
+        raise UnsupportedError(
+            f"cupyflash on CUDA: {spec.dtype} with head dims {spec.head_dim} and {spec.head_dim_v} is not supported on "
+            f"sm_{device.arch}, whose blocks have {device.smem_bytes} bytes of shared memory; smaller head dims are, "
+            f"and {_CPU}."
+        )
+    return found
 
 
 @lru_cache(maxsize=1024)
 def forward(spec: Spec, device: Device) -> Plan[FwdGeneric]:
     """The kernel of a forward. Raises UnsupportedError."""
-    refuse(spec, backward=False)
-    return next(legal_forward(spec, device))
+    refuse(spec)
+    return _first(legal_forward(spec, device), spec, device)
 
 
 @lru_cache(maxsize=1024)
 def backward(spec: Spec, device: Device) -> BackwardPlan:
     """The kernels of a backward. Raises UnsupportedError."""
-    refuse(spec, backward=True)
-    return next(legal_backward(spec, device))
+    refuse(spec)
+    assert spec.dout_dtype is not None
+    assert spec.grad_dtype is not None
+    copy_bytes = _copy_bytes(spec)
+    gradients = _gradients(spec)
+    preprocess = BwdPreprocess(spec.dtype, spec.out_dtype, spec.dout_dtype, copy_bytes)
+    finish = BwdFinish(accum_of(spec.dtype), spec.grad_dtype, copy_bytes, spec.accumulate)
+    dq = dbias = None
+    if spec.deterministic:
+        dq = _first(_fitting(BwdDqGeneric, tiles.DQ, spec, device, **gradients), spec, device)
+    if spec.features.bias:
+        bias_gradients = gradients | {"grad_element": spec.dbias_dtype}
+        dbias = _first(_fitting(BwdDbiasGeneric, tiles.DBIAS, spec, device, **bias_gradients), spec, device)
+    return BackwardPlan(
+        Plan(preprocess, device.arch, "delta, and dq zeroed"),
+        _first(legal_main(spec, device), spec, device),
+        dq,
+        dbias,
+        Plan(finish, device.arch, "dq to its type, dsink from its parts"),
+    )
 
 
 def validate(override: Any, chosen: Plan | BackwardPlan) -> Any:
@@ -207,8 +230,22 @@ def validate(override: Any, chosen: Plan | BackwardPlan) -> Any:
         raise TypeError(f"`plan` is a {given}; a {wanted} is accepted, as `Attention.plan` returns.")
     pairs = zip(override, chosen, strict=True) if isinstance(chosen, BackwardPlan) else ((override, chosen),)
     for given, wanted in pairs:
-        tile_names = tiles.BwdTile._fields if isinstance(wanted.constants, BwdGeneric) else tiles.FwdTile._fields
-        same_tiles = {name: getattr(given.constants, name) for name in tile_names if hasattr(wanted.constants, name)}
-        if given.arch != wanted.arch or given.constants != replace(wanted.constants, **same_tiles):
+        if given == wanted:
+            continue
+        if given is None or wanted is None or given.arch != wanted.arch or not _differs_in_tiles_alone(given, wanted):
             raise ValueError(f"`plan` names {given}; this call needs, its tiles apart, {wanted}.")
     return override
+
+
+def _differs_in_tiles_alone(given: Plan[Any], wanted: Plan[Any]) -> bool:
+    row = {
+        FwdGeneric: tiles.FwdTile,
+        BwdGeneric: tiles.BwdTile,
+        BwdDqGeneric: tiles.DqTile,
+        BwdDbiasGeneric: tiles.DbiasTile,
+    }
+    kind = type(wanted.constants)
+    if type(given.constants) is not kind or kind not in row:
+        return False
+    same_tiles = {name: getattr(given.constants, name) for name in row[kind]._fields}
+    return given.constants == replace(wanted.constants, **same_tiles)

@@ -1,11 +1,25 @@
 """Tile tables: data and provenance, no logic. `plan.py` takes the first row of a list that the device can hold.
 
-Rows are keyed by the head-dim tile (the larger of D's and Dv's) and by whether elements have 16 bits.
+Tables are keyed by an element's bytes, then by the head-dim tile (the larger of D's and Dv's).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+
+class DqTile(NamedTuple):
+    query_tile: int
+    key_tile: int
+    stages: int
+    warps: int
+    blocks_per_sm: int
+
+
+class DbiasTile(NamedTuple):
+    query_tile: int
+    key_tile: int
+    warps: int
 
 
 class FwdTile(NamedTuple):
@@ -28,40 +42,116 @@ class BwdTile(NamedTuple):
 
 # Swept on an H200 (CUDA 13.0, 2026-11-29), bfloat16, N = 4,096, B N = 16,384, H D = 2,048. Beside a row stand the times
 # of FlashAttention-2 (torch 2.11) over ours, full and causal. Later rows are for less shared memory, unmeasured.
-FWD_16BIT: dict[int, list[FwdTile]] = {
-    32: [FwdTile(128, 128, 4, 2)],  # 0.94, 0.92; 128x64 0.92, 0.70
-    64: [FwdTile(128, 112, 4, 2)],  # 0.95, 0.91; 128x128 0.95, 0.86; 128x64 0.80, 0.78; 8 warps 0.65 to 0.78
-    96: [FwdTile(128, 80, 4, 2)],  # 0.90, 0.87; 128x64 0.83, 0.80
-    128: [FwdTile(128, 64, 4, 2)],  # 0.94, 0.93; 128x48 0.85, 0.82; 8 warps 0.77, 0.76
-    192: [FwdTile(128, 64, 8, 1), FwdTile(64, 64, 4, 1)],
-    256: [FwdTile(64, 64, 4, 2), FwdTile(64, 32, 4, 1)],  # 0.93, 0.95; 128x64 with 8 warps 0.86, 0.85
+FWD: dict[int, dict[int, list[FwdTile]]] = {
+    2: {
+        32: [FwdTile(128, 128, 4, 2)],  # 0.94, 0.92; 128x64 0.92, 0.70
+        64: [FwdTile(128, 112, 4, 2)],  # 0.95, 0.91; 128x128 0.95, 0.86; 128x64 0.80, 0.78; 8 warps 0.65 to 0.78
+        96: [FwdTile(128, 80, 4, 2)],  # 0.90, 0.87; 128x64 0.83, 0.80
+        128: [FwdTile(128, 64, 4, 2)],  # 0.94, 0.93; 128x48 0.85, 0.82; 8 warps 0.77, 0.76
+        192: [FwdTile(128, 64, 8, 1), FwdTile(64, 64, 4, 1)],
+        256: [FwdTile(64, 64, 4, 2), FwdTile(64, 32, 4, 1)],  # 0.93, 0.95; 128x64 with 8 warps 0.86, 0.85
+    },
+    4: {
+        32: [FwdTile(64, 64, 4, 2)],
+        64: [FwdTile(64, 64, 4, 1)],
+        96: [FwdTile(64, 32, 4, 1)],
+        128: [FwdTile(64, 32, 4, 1)],
+        192: [FwdTile(64, 32, 4, 1), FwdTile(32, 16, 2, 1)],
+        256: [FwdTile(64, 32, 4, 1), FwdTile(32, 16, 2, 1)],
+    },
+    8: {
+        32: [FwdTile(64, 32, 4, 1)],
+        64: [FwdTile(64, 32, 4, 1)],
+        96: [FwdTile(64, 16, 4, 1)],
+        128: [FwdTile(32, 16, 2, 1)],
+        192: [FwdTile(16, 16, 1, 1)],
+        256: [FwdTile(16, 16, 1, 1)],
+    },
 }
-FWD_32BIT: dict[int, list[FwdTile]] = {
-    32: [FwdTile(64, 64, 4, 2)],
-    64: [FwdTile(64, 64, 4, 1)],
-    96: [FwdTile(64, 32, 4, 1)],
-    128: [FwdTile(64, 32, 4, 1)],
-    192: [FwdTile(64, 32, 4, 1), FwdTile(32, 16, 2, 1)],
-    256: [FwdTile(64, 32, 4, 1), FwdTile(32, 16, 2, 1)],
+BWD: dict[int, dict[int, list[BwdTile]]] = {
+    2: {
+        # 0.83, 0.87; 64x128 0.68, 0.69
+        32: [BwdTile(128, 128, 2, 8, 4, 4, 4, 1), BwdTile(64, 128, 2, 8, 2, 4, 4, 1)],
+        # 0.95, 0.95; 64x128 0.74, 0.75; one stage 0.82, 0.84
+        64: [BwdTile(128, 128, 2, 8, 4, 4, 4, 1), BwdTile(64, 128, 1, 8, 2, 4, 4, 1)],
+        96: [BwdTile(64, 128, 2, 8, 2, 4, 4, 1), BwdTile(64, 64, 2, 8, 2, 4, 4, 1)],
+        # 0.95, 0.92; 4 query warps 0.94, 0.90; one stage 0.82, 0.84; 64x64 0.65 to 0.71
+        128: [
+            BwdTile(64, 128, 2, 8, 2, 4, 2, 1),
+            BwdTile(64, 128, 2, 8, 2, 4, 4, 1),
+            BwdTile(64, 64, 1, 8, 2, 4, 4, 1),
+        ],
+        192: [BwdTile(64, 64, 1, 8, 2, 4, 4, 1), BwdTile(64, 32, 1, 8, 4, 2, 4, 1)],
+        256: [BwdTile(64, 64, 1, 8, 2, 4, 2, 1), BwdTile(64, 64, 1, 8, 2, 4, 4, 1), BwdTile(32, 32, 1, 4, 2, 2, 2, 1)],
+    },
+    4: {
+        32: [BwdTile(64, 64, 1, 8, 4, 4, 4, 1)],
+        64: [BwdTile(64, 64, 1, 8, 4, 4, 4, 1)],
+        96: [BwdTile(64, 64, 1, 8, 4, 4, 4, 1), BwdTile(32, 32, 1, 4, 2, 2, 2, 1)],
+        128: [BwdTile(64, 64, 1, 8, 4, 4, 4, 1), BwdTile(32, 32, 1, 4, 2, 2, 2, 1)],
+        192: [BwdTile(32, 32, 1, 8, 2, 2, 2, 1), BwdTile(16, 32, 1, 4, 1, 2, 1, 1)],
+        256: [BwdTile(32, 32, 1, 8, 2, 2, 2, 1), BwdTile(16, 16, 1, 2, 1, 1, 1, 1)],
+    },
+    8: {  # above 128 there is no row for 99 KiB
+        32: [BwdTile(32, 32, 1, 4, 2, 2, 2, 1)],
+        64: [BwdTile(32, 32, 1, 4, 2, 2, 2, 1)],
+        96: [BwdTile(16, 32, 1, 4, 1, 2, 1, 1)],
+        128: [BwdTile(16, 16, 1, 2, 1, 1, 1, 1)],
+        192: [BwdTile(16, 16, 1, 2, 1, 1, 1, 1)],
+        256: [BwdTile(16, 16, 1, 2, 1, 1, 1, 1)],
+    },
 }
-BWD_16BIT: dict[int, list[BwdTile]] = {
-    # 0.83, 0.87; 64x128 0.68, 0.69
-    32: [BwdTile(128, 128, 2, 8, 4, 4, 4, 1), BwdTile(64, 128, 2, 8, 2, 4, 4, 1)],
-    # 0.95, 0.95; 64x128 0.74, 0.75; one stage 0.82, 0.84
-    64: [BwdTile(128, 128, 2, 8, 4, 4, 4, 1), BwdTile(64, 128, 1, 8, 2, 4, 4, 1)],
-    96: [BwdTile(64, 128, 2, 8, 2, 4, 4, 1), BwdTile(64, 64, 2, 8, 2, 4, 4, 1)],
-    # 0.95, 0.92; 4 query warps 0.94, 0.90; one stage 0.82, 0.84; 64x64 0.65 to 0.71
-    128: [BwdTile(64, 128, 2, 8, 2, 4, 2, 1), BwdTile(64, 128, 2, 8, 2, 4, 4, 1), BwdTile(64, 64, 1, 8, 2, 4, 4, 1)],
-    192: [BwdTile(64, 64, 1, 8, 2, 4, 4, 1), BwdTile(64, 32, 1, 8, 4, 2, 4, 1)],
-    256: [BwdTile(64, 64, 1, 8, 2, 4, 2, 1), BwdTile(64, 64, 1, 8, 2, 4, 4, 1), BwdTile(32, 32, 1, 4, 2, 2, 2, 1)],
+DQ: dict[int, dict[int, list[DqTile]]] = {
+    2: {
+        32: [DqTile(128, 64, 2, 4, 2)],
+        64: [DqTile(128, 64, 2, 4, 2)],
+        96: [DqTile(128, 64, 1, 8, 1)],
+        128: [DqTile(128, 64, 2, 8, 1), DqTile(128, 64, 1, 8, 1)],
+        192: [DqTile(64, 64, 1, 4, 2)],
+        256: [DqTile(64, 64, 1, 4, 1), DqTile(64, 32, 1, 4, 1)],
+    },
+    4: {
+        32: [DqTile(64, 64, 1, 4, 1)],
+        64: [DqTile(64, 64, 1, 4, 1)],
+        96: [DqTile(64, 32, 1, 4, 1)],
+        128: [DqTile(64, 32, 1, 4, 1), DqTile(32, 32, 1, 2, 1)],
+        192: [DqTile(32, 16, 1, 2, 1)],
+        256: [DqTile(32, 16, 1, 2, 1)],
+    },
+    8: {  # above 192 there is no row for 99 KiB
+        32: [DqTile(32, 32, 1, 2, 1)],
+        64: [DqTile(32, 32, 1, 2, 1)],
+        96: [DqTile(32, 16, 1, 2, 1)],
+        128: [DqTile(16, 16, 1, 1, 1)],
+        192: [DqTile(16, 16, 1, 1, 1)],
+        256: [DqTile(16, 16, 1, 1, 1)],
+    },
 }
-BWD_32BIT: dict[int, list[BwdTile]] = {
-    32: [BwdTile(64, 64, 1, 8, 4, 4, 4, 1)],
-    64: [BwdTile(64, 64, 1, 8, 4, 4, 4, 1)],
-    96: [BwdTile(64, 64, 1, 8, 4, 4, 4, 1), BwdTile(32, 32, 1, 4, 2, 2, 2, 1)],
-    128: [BwdTile(64, 64, 1, 8, 4, 4, 4, 1), BwdTile(32, 32, 1, 4, 2, 2, 2, 1)],
-    192: [BwdTile(32, 32, 1, 8, 2, 2, 2, 1), BwdTile(16, 32, 1, 4, 1, 2, 1, 1)],
-    256: [BwdTile(32, 32, 1, 8, 2, 2, 2, 1), BwdTile(16, 16, 1, 2, 1, 1, 1, 1)],
+DBIAS: dict[int, dict[int, list[DbiasTile]]] = {
+    2: {
+        32: [DbiasTile(64, 64, 4)],
+        64: [DbiasTile(64, 64, 4)],
+        96: [DbiasTile(64, 64, 4)],
+        128: [DbiasTile(64, 64, 4)],
+        192: [DbiasTile(32, 64, 4)],
+        256: [DbiasTile(32, 32, 2)],
+    },
+    4: {
+        32: [DbiasTile(32, 64, 4)],
+        64: [DbiasTile(32, 64, 4)],
+        96: [DbiasTile(32, 32, 2)],
+        128: [DbiasTile(32, 32, 2)],
+        192: [DbiasTile(16, 32, 2)],
+        256: [DbiasTile(16, 32, 2)],
+    },
+    8: {  # above 192 there is no row for 99 KiB
+        32: [DbiasTile(32, 32, 2)],
+        64: [DbiasTile(32, 32, 2)],
+        96: [DbiasTile(16, 16, 1)],
+        128: [DbiasTile(16, 16, 1)],
+        192: [DbiasTile(16, 16, 1)],
+        256: [DbiasTile(16, 16, 1)],
+    },
 }
 _INVARIANTS = "loop invariants that ptxas parks outside the main loop at 255 registers"
 _WIDE_ROWS = "one warp's output rows alone take 128 registers"

@@ -38,16 +38,16 @@ struct Band {
     return {max_of(0, begin - high), min_of(len_q, end - low)};
   }
 
-  // Is everything visible in queries [q, q + queries) x keys [k, k + keys), and inside the sequence's keys?
+  // Is everything visible in queries [q, q + queries) x keys [k, k + keys), and inside the sequence?
   __device__ __forceinline__ bool is_full(int q, int queries, int k, int keys) const {
-    if (k + keys > len_k) return false;
+    if (k + keys > len_k || q + queries > len_q) return false;
     if constexpr (!kIsMasked) return true;
     return k >= q + queries - 1 + low && k + keys - 1 <= q + high;
   }
 
   __device__ __forceinline__ bool is_visible(int q, int k) const {
-    if constexpr (!kIsMasked) return k < len_k;
-    return k < len_k && k >= q + low && k <= q + high;
+    if constexpr (!kIsMasked) return k < len_k && q < len_q;
+    return k < len_k && q < len_q && k >= q + low && k <= q + high;
   }
 };
 

@@ -1,6 +1,6 @@
 // From q.k to the score x, and dx / d(q.k) without the scale: the two stand side by side so that forward and backward agree.
 //
-//   x = scale s;   softcap: x <- c tanh(x / c);   ALiBi: x <- x - m |p - r|          (contract, Forward steps 1 to 3)
+//   x = scale s;   softcap: x <- c tanh(x / c);   ALiBi: x <- x - m |p - r|;   bias: x <- x + b     (contract, Forward 1 to 4)
 //
 // Where nothing follows the scale, scores stay raw (s, or -s under a negative scale) and `fold` carries |scale| log2(e) into
 // the exponent; else x is in natural units and fold is log2(e).
@@ -11,56 +11,76 @@
 
 namespace cf::attn {
 
-template <bool kSoftcap, bool kAlibi, bool kNegate, bool kFastTanh>
-struct ScoreChange {
-  static constexpr bool kIsRaw = !kSoftcap && !kAlibi;
-  static constexpr bool kIsIdentity = kIsRaw && !kNegate;
-  float scale, softcap, softcap_scale, slope;
-  int shift;
-
-  __device__ __forceinline__ ScoreChange(const Scores& p, const Sequence& s, int head)
-      : scale(p.scale), softcap(p.softcap), softcap_scale(p.softcap_scale), slope(0.0f), shift(s.shift) {
-    if constexpr (kAlibi) slope = p.alibi_slopes[s.index * p.alibi_stride_b + head * p.alibi_stride_h];
-  }
-
-  // s -> x at (query, key) of the sequence; `derivative` becomes 1 - (x_softcapped / c)^2, or stays 1.
-  __device__ __forceinline__ float apply(float s, int query, int key, float& derivative) const {
-    derivative = 1.0f;
-    if constexpr (kIsRaw) return kNegate ? -s : s;
-    float x = scale * s;
-    if constexpr (kSoftcap) {
-      const float t = kFastTanh ? ptx::tanh_fast(softcap_scale * s) : tanhf(softcap_scale * s);
-      derivative = 1.0f - t * t;
-      x = softcap * t;
-    }
-    if constexpr (kAlibi) {
-      const int distance = query + shift - key;
-      x -= slope * static_cast<float>(distance < 0 ? -distance : distance);
-    }
-    return x;
-  }
+// The compile-time switches of a kernel, as its constants name them.
+template <class T_, class BiasElement_, bool kIsMasked_, bool kHasSoftcap_, bool kHasAlibi_, bool kHasBias_, bool kIsScaleNegative_,
+          bool kIsTanhFast_>
+struct Switches {
+  using T = T_;
+  using BiasElement = BiasElement_;
+  static constexpr bool kIsMasked = kIsMasked_, kHasSoftcap = kHasSoftcap_, kHasAlibi = kHasAlibi_, kHasBias = kHasBias_;
+  static constexpr bool kIsScaleNegative = kIsScaleNegative_, kIsTanhFast = kIsTanhFast_;
+  static constexpr bool kIsRaw = !kHasSoftcap && !kHasAlibi && !kHasBias;
 };
 
-// s becomes x, -inf where invisible, for a warp's tile whose first element is (query, key) of the sequence. A full tile of raw scores
-// is left as it is. `derivative` receives dx / ds / scale where softcap makes it differ from 1. Returns whether all is visible.
-template <class Change, bool kIsMasked, int kM, int kN>
-__device__ __forceinline__ bool apply(const Change& change, const Band<kIsMasked>& band, int query, int key,
-                                      warp::Fragment<kM, kN>& s, warp::Fragment<kM, kN>* derivative) {
-  const bool is_full = band.is_full(query, 16 * kM, key, 8 * kN);
-  if (Change::kIsIdentity && is_full) return true;
+// One head's scores.
+template <class S>
+struct ScoreMap {
+  using T = typename S::T;
+  Band<S::kIsMasked> band;
+  T scale, softcap, softcap_scale, slope;
+  const typename S::BiasElement* bias;
+  int64 bias_stride_q, bias_stride_k;
+  int shift;
+
+  __device__ __forceinline__ ScoreMap(const Problem& problem, const Scores& p, const Sequence& s, int head)
+      : band(problem, s), scale(p.scale), softcap(p.softcap), softcap_scale(p.softcap_scale), slope(0), bias(nullptr),
+        bias_stride_q(p.bias_stride_q), bias_stride_k(p.bias_stride_k), shift(s.shift) {
+    if constexpr (S::kHasAlibi)
+      slope = static_cast<const T*>(p.alibi_slopes)[s.index * p.alibi_stride_b + head * p.alibi_stride_h];
+    if constexpr (S::kHasBias)
+      bias = static_cast<const typename S::BiasElement*>(p.bias) + s.index * p.bias_stride_b + head * p.bias_stride_h;
+  }
+
+  // s -> x of a visible pair; `derivative` becomes 1 - (x_softcapped / c)^2, or stays 1.
+  __device__ __forceinline__ T change(T s, int query, int key, T& derivative) const {
+    derivative = 1;
+    if constexpr (S::kIsRaw) return S::kIsScaleNegative ? -s : s;
+    T x = scale * s;
+    if constexpr (S::kHasSoftcap) {
+      T t;
+      if constexpr (S::kIsTanhFast) t = ptx::tanh_fast(softcap_scale * s);
+      else t = ptx::tanh(softcap_scale * s);
+      derivative = 1 - t * t;
+      x = softcap * t;
+    }
+    if constexpr (S::kHasAlibi) {
+      const int distance = query + shift - key;
+      x -= slope * static_cast<T>(distance < 0 ? -distance : distance);
+    }
+    if constexpr (S::kHasBias) x += convert<T>(bias[query * bias_stride_q + key * bias_stride_k]);
+    return x;
+  }
+
+  // s becomes x, -inf where invisible, for a warp's tile whose first element is (query, key) of the sequence. A full tile of raw
+  // scores is left as it is. `derivative`, if wanted, receives dx / ds / scale. Returns whether no score was made -inf.
+  template <int kM, int kN>
+  __device__ __forceinline__ bool apply(warp::Fragment<kM, kN, T>& s, int query, int key, warp::Fragment<kM, kN, T>* derivative) const {
+    const bool is_full = band.is_full(query, 16 * kM, key, 8 * kN);
+    if (S::kIsRaw && !S::kIsScaleNegative && is_full) return true;
 #pragma unroll
-  for (int m = 0; m < kM; ++m)
+    for (int m = 0; m < kM; ++m)
 #pragma unroll
-    for (int n = 0; n < kN; ++n)
+      for (int n = 0; n < kN; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = query + 16 * m + warp::fragment_row(i), col = key + 8 * n + warp::fragment_col(i);
-        float slope;
-        const float x = change.apply(s.x[m][n][i], row, col, slope);
-        s.x[m][n][i] = is_full || band.is_visible(row, col) ? x : -kInfinity;
-        if (derivative) derivative->x[m][n][i] = slope;
-      }
-  return is_full;
-}
+        for (int i = 0; i < 4; ++i) {
+          const int row = query + 16 * m + warp::fragment_row(i), col = key + 8 * n + warp::fragment_col(i);
+          T slope = 1, x = -kInfinity;
+          if (is_full || band.is_visible(row, col)) x = change(s.x[m][n][i], row, col, slope);
+          s.x[m][n][i] = x;
+          if (derivative) derivative->x[m][n][i] = slope;
+        }
+    return is_full && !S::kHasBias;
+  }
+};
 
 }  // namespace cf::attn

@@ -12,7 +12,8 @@ struct Sequence {
   int len_q;
   int len_k;       // live keys
   int all_k;       // live or not
-  int shift;       // q_start - k_start: key j lies at distance j - (i + shift) from query i
+  int shift;       // q_start - k_start: key j lies at distance j - (i + shift) from query i; saturated at kFar
+  int64 exact_shift;
   bool is_slack;   // packed rows that no sequence covers: no keys, zeros out
 };
 
@@ -59,7 +60,8 @@ __device__ __forceinline__ void set_live(const Problem& p, Sequence& s) {
   s.len_k = s.is_slack ? 0 : p.seqused_k ? clamp(p.seqused_k[s.index], 0, s.all_k) : s.all_k;
   const int64 k_start = p.k_start ? p.k_start[s.index] : p.k_start_value;
   const int64 q_start = !p.is_q_start_given ? s.len_k - s.len_q : p.q_start ? p.q_start[s.index] : p.q_start_value;
-  s.shift = static_cast<int>(clamp(q_start - k_start, -kFar, kFar));
+  s.exact_shift = q_start - k_start;
+  s.shift = static_cast<int>(clamp(s.exact_shift, -kFar, kFar));
 }
 
 struct Work {
@@ -106,6 +108,7 @@ __device__ __forceinline__ Work find_work(const Problem& p, int block) {
     w.tile -= __shfl_sync(kFullWarp, upto, kWarpSize - 1);
   }
   w.tile = -1;
+  w.sequence = {};  // of no rows
   return w;
 }
 

@@ -10,10 +10,10 @@ namespace cf::attn {
 
 constexpr float kLargeExponent = 16384.0f;
 
-template <int kM, bool kIsExact>
+template <int kM, class T, bool kIsExact>
 struct Softmax {
-  float max[kM][2];    // of x, over the row
-  float sum[kM][2];    // of exp, this lane's columns only until `finish`
+  T max[kM][2];    // of x, over the row
+  T sum[kM][2];    // of exp, this lane's columns only until `finish`
 
   __device__ __forceinline__ Softmax() {
 #pragma unroll
@@ -21,45 +21,45 @@ struct Softmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         max[m][half] = -kInfinity;
-        sum[m][half] = 0.0f;
+        sum[m][half] = 0;
       }
   }
 
   // x becomes p = exp(x - max); `out` so far is brought to the new maximum.
   template <int kN, int kNV>
-  __device__ __forceinline__ void update(warp::Fragment<kM, kN>& x, warp::Fragment<kM, kNV>& out, float fold) {
+  __device__ __forceinline__ void update(warp::Fragment<kM, kN, T>& x, warp::Fragment<kM, kNV, T>& out, T fold) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float top = -kInfinity;
+        T top = -kInfinity;
 #pragma unroll
-        for (int n = 0; n < kN; ++n) top = fmaxf(top, fmaxf(x.x[m][n][2 * half], x.x[m][n][2 * half + 1]));
-        const float before = max[m][half];
-        const float now = fmaxf(before, warp::row_max(top));
-        const float reference = now == -kInfinity ? 0.0f : now;  // a row without keys so far: exp(-inf - 0) = 0
+        for (int n = 0; n < kN; ++n) top = ptx::max(top, ptx::max(x.x[m][n][2 * half], x.x[m][n][2 * half + 1]));
+        const T before = max[m][half];
+        const T now = ptx::max(before, warp::row_max(top));
+        const T reference = now == -kInfinity ? T(0) : now;  // a row without keys so far: exp(-inf - 0) = 0
         max[m][half] = now;
 
-        float folded = __fmul_rn(reference, fold);
-        float fall = __fmul_rn(before, fold) - folded;  // the same rounded products as in the exponents
-        if (kIsExact || __any_sync(kFullWarp, fabsf(folded) > kLargeExponent)) {
+        T folded = ptx::mul(reference, fold);
+        T fall = ptx::mul(before, fold) - folded;  // the same rounded products as in the exponents
+        if (kIsExact || __any_sync(kFullWarp, ptx::abs(folded) > kLargeExponent)) {
           fall = (before - reference) * fold;
-          folded = 0.0f;
+          folded = 0;
 #pragma unroll
           for (int n = 0; n < kN; ++n)
 #pragma unroll
             for (int i = 2 * half; i < 2 * half + 2; ++i) x.x[m][n][i] -= reference;
         }
-        float total = 0.0f;
+        T total = 0;
 #pragma unroll
         for (int n = 0; n < kN; ++n)
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            x.x[m][n][i] = ptx::exp2(fmaf(x.x[m][n][i], fold, -folded));
+            x.x[m][n][i] = ptx::exp2(ptx::fma(x.x[m][n][i], fold, -folded));
             total += x.x[m][n][i];
           }
         if (__any_sync(kFullWarp, now != before)) {
-          const float rescale = ptx::exp2(fall);
+          const T rescale = ptx::exp2(fall);
           sum[m][half] *= rescale;
 #pragma unroll
           for (int n = 0; n < kNV; ++n)
@@ -72,23 +72,23 @@ struct Softmax {
 
   // The row's log-sum-exp in natural units, the sink included, and the factor that turns `out` into the result.
   // A row with neither keys nor sink: lse -inf, factor 0 (contract, 'A row with no visible key').
-  __device__ __forceinline__ float finish(int m, int half, float fold, bool has_sink, float sink, float& factor) const {
-    float total = warp::row_sum(sum[m][half]);
-    float top = max[m][half] == -kInfinity ? -kInfinity : max[m][half] * fold;
-    factor = 1.0f;
+  __device__ __forceinline__ T finish(int m, int half, T fold, bool has_sink, T sink, T& factor) const {
+    T total = warp::row_sum(sum[m][half]);
+    T top = max[m][half] == -kInfinity ? max[m][half] : max[m][half] * fold;
+    factor = 1;
     if (has_sink && sink != -kInfinity) {
-      const float sink2 = sink * kLog2E;
-      const float both = fmaxf(top, sink2);
+      const T sink2 = sink * T(kLog2E);
+      const T both = ptx::max(top, sink2);
       factor = ptx::exp2(top - both);
       total = total * factor + ptx::exp2(sink2 - both);
       top = both;
     }
-    if (total == 0.0f) {
-      factor = 0.0f;
+    if (total == 0) {
+      factor = 0;
       return -kInfinity;
     }
     factor /= total;
-    return (top + ptx::log2(total)) * kLn2;
+    return (top + ptx::log2(total)) * T(kLn2);
   }
 };
 

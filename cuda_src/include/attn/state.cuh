@@ -1,4 +1,4 @@
-// One row of a partial result (out, lse), its type known at run time.
+// One row of a partial result (out, lse), its types known at run time.
 #pragma once
 #include "params.cuh"
 
@@ -15,24 +15,30 @@ __device__ __forceinline__ Row row_of_warp(int64 item, int len, int heads) {
   return {static_cast<int>(item / heads / len), static_cast<int>(item / heads % len), static_cast<int>(item % heads)};
 }
 
-__device__ __forceinline__ float* lse_of(const State& s, const Row& r) {
-  return static_cast<float*>(s.lse) + r.batch * s.lse_stride_b + r.head * s.lse_stride_h + r.row * s.lse_stride_n;
-}
-
-__device__ __forceinline__ int64 offset_of(const State& s, const Row& r) {
+__device__ __forceinline__ int64 out_at(const State& s, const Row& r) {
   return r.batch * s.out_stride_b + r.row * s.out_stride_n + r.head * s.out_stride_h;
 }
-
-__device__ __forceinline__ float read(const State& s, int64 i) {
-  if (s.out_type == 0) return to_float(static_cast<const fp16*>(s.out)[i]);
-  if (s.out_type == 1) return to_float(static_cast<const bf16*>(s.out)[i]);
-  return static_cast<const float*>(s.out)[i];
+__device__ __forceinline__ int64 lse_at(const State& s, const Row& r) {
+  return r.batch * s.lse_stride_b + r.head * s.lse_stride_h + r.row * s.lse_stride_n;
 }
 
-__device__ __forceinline__ void write(const State& s, int64 i, float x) {
-  if (s.out_type == 0) static_cast<fp16*>(s.out)[i] = from_float<fp16>(x);
-  else if (s.out_type == 1) static_cast<bf16*>(s.out)[i] = from_float<bf16>(x);
-  else static_cast<float*>(s.out)[i] = x;
+template <class A>
+__device__ __forceinline__ A read(const void* data, int type, int64 i) {
+  if (type == 0) return convert<A>(static_cast<const fp16*>(data)[i]);
+  if (type == 1) return convert<A>(static_cast<const bf16*>(data)[i]);
+  if (type == 2) return convert<A>(static_cast<const float*>(data)[i]);
+  return convert<A>(static_cast<const double*>(data)[i]);
 }
+
+template <class A>
+__device__ __forceinline__ void write(void* data, int type, int64 i, A x) {
+  if (type == 0) static_cast<fp16*>(data)[i] = convert<fp16>(x);
+  else if (type == 1) static_cast<bf16*>(data)[i] = convert<bf16>(x);
+  else if (type == 2) static_cast<float*>(data)[i] = convert<float>(x);
+  else static_cast<double*>(data)[i] = convert<double>(x);
+}
+
+template <class A>
+__device__ __forceinline__ A read_lse(const State& s, const Row& r) { return read<A>(s.lse, s.lse_type, lse_at(s, r)); }
 
 }  // namespace cf::attn

@@ -1,21 +1,21 @@
-// A warp's accumulator: kM x kN tiles of 16x8 floats in the layout of mma.sync, which the FMA path shares.
+// A warp's accumulator: kM x kN tiles of 16x8 numbers in the layout of mma.sync, which the FMA path shares.
 // Element i of a tile stands at row g + 8 (i / 2), column 2t + i % 2 (g = lane / 4, t = lane % 4).
 #pragma once
-#include "types.cuh"
+#include "ptx/math.cuh"
 
 namespace cf::warp {
 
-template <int kM_, int kN_>
+template <int kM_, int kN_, class T = float>
 struct Fragment {
   static constexpr int kM = kM_, kN = kN_;
-  float x[kM][kN][4];
+  T x[kM][kN][4];
   __device__ __forceinline__ void zero() {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int n = 0; n < kN; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[m][n][i] = 0.0f;
+        for (int i = 0; i < 4; ++i) x[m][n][i] = 0;
   }
 };
 
@@ -24,18 +24,20 @@ __device__ __forceinline__ int fragment_row(int i) { return lane() / 4 + 8 * (i 
 __device__ __forceinline__ int fragment_col(int i) { return lane() % 4 * 2 + i % 2; }
 
 // Over the four lanes that share a row.
-__device__ __forceinline__ float row_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
-  return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+template <class T>
+__device__ __forceinline__ T row_max(T x) {
+  x = ptx::max(x, __shfl_xor_sync(kFullWarp, x, 1));
+  return ptx::max(x, __shfl_xor_sync(kFullWarp, x, 2));
 }
-__device__ __forceinline__ float row_sum(float x) {
+template <class T>
+__device__ __forceinline__ T row_sum(T x) {
   x += __shfl_xor_sync(kFullWarp, x, 1);
   return x + __shfl_xor_sync(kFullWarp, x, 2);
 }
 
 // Rounds a fragment into a shared tile, its first element at (row, col).
-template <class Tile, int kM, int kN>
-__device__ __forceinline__ void store_shared(Tile& tile, int row, int col, const Fragment<kM, kN>& f) {
+template <class Tile, int kM, int kN, class A>
+__device__ __forceinline__ void store_shared(Tile& tile, int row, int col, const Fragment<kM, kN, A>& f) {
   using T = typename Tile::Type;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
@@ -44,19 +46,23 @@ __device__ __forceinline__ void store_shared(Tile& tile, int row, int col, const
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         T* dst = tile.at(row + 16 * m + fragment_row(2 * half), col + 8 * n + fragment_col(0));
-        const float lo = f.x[m][n][2 * half], hi = f.x[m][n][2 * half + 1];
-        if constexpr (kIsHalf<T>) *reinterpret_cast<uint32*>(dst) = pack<T>(lo, hi);
-        else *reinterpret_cast<float2*>(dst) = make_float2(lo, hi);
+        const A lo = f.x[m][n][2 * half], hi = f.x[m][n][2 * half + 1];
+        if constexpr (kIsHalf<T>) {
+          *reinterpret_cast<uint32*>(dst) = pack<T>(lo, hi);
+        } else {
+          dst[0] = lo;
+          dst[1] = hi;
+        }
       }
 }
 
 // Writes a fragment to global rows, its first element at gmem[0]; only rows below `rows` and columns below `cols`.
 // Lane pairs exchange halves of two neighbouring tiles first, so that each lane owns four consecutive columns and a
 // quad writes whole 32-byte sectors of 16-bit data. kBytes: the alignment of every row. With kAdd the values are added.
-template <class T, int kBytes, bool kAdd, int kM, int kN>
-__device__ __forceinline__ void store_global(T* gmem, int64 row_stride, int rows, int cols, const Fragment<kM, kN>& f) {
+template <class T, int kBytes, bool kAdd, int kM, int kN, class A>
+__device__ __forceinline__ void store_global(T* gmem, int64 row_stride, int rows, int cols, const Fragment<kM, kN, A>& f) {
   const bool odd = lane() & 1;
-  constexpr bool kVector = !kAdd && kBytes >= 4 * static_cast<int>(sizeof(T)) && kN % 2 == 0;
+  constexpr bool kVector = !kAdd && kIsSame<A, float> && kBytes >= 4 * static_cast<int>(sizeof(T)) && kN % 2 == 0;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -83,7 +89,7 @@ __device__ __forceinline__ void store_global(T* gmem, int64 row_stride, int rows
           } else {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-              if (col + i < cols) dst[col + i] = from_float<T>(v[i]);
+              if (col + i < cols) dst[col + i] = convert<T>(v[i]);
           }
         }
       } else if (row < rows) {
@@ -93,8 +99,8 @@ __device__ __forceinline__ void store_global(T* gmem, int64 row_stride, int rows
           for (int i = 0; i < 2; ++i) {
             const int col = 8 * n + fragment_col(i);
             if (col >= cols) continue;
-            const float value = f.x[m][n][2 * half + i];
-            dst[col] = from_float<T>(kAdd ? value + to_float(dst[col]) : value);
+            const A value = f.x[m][n][2 * half + i];
+            dst[col] = convert<T>(kAdd ? value + convert<A>(dst[col]) : value);
           }
       }
     }

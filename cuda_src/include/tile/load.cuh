@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_rows(Tile& tile, const typename Tile::Type*
                                   clamp(valid - part, 0, kPart) * static_cast<int>(sizeof(T)));
     } else {
 #pragma unroll
-      for (int i = 0; i < Tile::kChunk; ++i) dst[i] = i < valid ? src[i] : T(0.0f);
+      for (int i = 0; i < Tile::kChunk; ++i) dst[i] = i < valid ? src[i] : convert<T>(0.0f);
     }
   }
 }
@@ -49,7 +49,7 @@ template <int kThreads, class Tile, class F>
 __device__ __forceinline__ void zero_rows(Tile& tile, const F& is_chosen) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < Tile::kRows * Tile::kCols; i += kThreads)
-    if (is_chosen(i / Tile::kCols)) *tile.at(i / Tile::kCols, i % Tile::kCols) = typename Tile::Type(0.0f);
+    if (is_chosen(i / Tile::kCols)) *tile.at(i / Tile::kCols, i % Tile::kCols) = convert<typename Tile::Type>(0.0f);
 }
 
 }  // namespace cf::cta

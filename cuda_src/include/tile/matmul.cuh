@@ -1,4 +1,4 @@
-// acc += A B for one warp, operands in shared tiles: tensor cores for 16-bit types, FMA in the same fragment layout for float.
+// acc += A B for one warp, operands in shared tiles: tensor cores for 16-bit types, FMA in the same fragment layout for the rest.
 #pragma once
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
@@ -42,11 +42,15 @@ struct Operand {
 };
 
 // Four values along the contraction from k on, at index `mn` of the other axis.
-template <Major kMajor, class Tile>
-__device__ __forceinline__ void load_4(float (&x)[4], const Tile& tile, int mn, int k) {
+template <Major kMajor, class Tile, class T = typename Tile::Type>
+__device__ __forceinline__ void load_4(T (&x)[4], const Tile& tile, int mn, int k) {
   if constexpr (kMajor == Major::K) {
-    const float4 v = *reinterpret_cast<const float4*>(tile.at(mn, k));
-    x[0] = v.x; x[1] = v.y; x[2] = v.z; x[3] = v.w;
+#pragma unroll
+    for (int i = 0; i < 4; i += Tile::kChunk) {
+      const auto chunk = *reinterpret_cast<const tile::Chunk<T>*>(tile.at(mn, k + i));
+#pragma unroll
+      for (int j = 0; j < Tile::kChunk; ++j) x[i + j] = chunk.x[j];
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = *tile.at(k + i, mn);
@@ -54,8 +58,8 @@ __device__ __forceinline__ void load_4(float (&x)[4], const Tile& tile, int mn, 
 }
 
 // A's rows from m on, B's columns from n on, the contraction over [0, kK).
-template <Major kMajorA, Major kMajorB, int kK, int kM, int kN, class TileA, class TileB>
-__device__ __forceinline__ void matmul(Fragment<kM, kN>& acc, const TileA& a_smem, int m0, const TileB& b_smem, int n0) {
+template <Major kMajorA, Major kMajorB, int kK, int kM, int kN, class A, class TileA, class TileB>
+__device__ __forceinline__ void matmul(Fragment<kM, kN, A>& acc, const TileA& a_smem, int m0, const TileB& b_smem, int n0) {
   using T = typename TileA::Type;
   if constexpr (kIsHalf<T>) {
     static_assert(kK % 16 == 0 && kN % 2 == 0);
@@ -87,14 +91,14 @@ __device__ __forceinline__ void matmul(Fragment<kM, kN>& acc, const TileA& a_sme
   } else {
 #pragma unroll 1
     for (int k = 0; k < kK; k += 4) {
-      float a[kM][2][4];
+      T a[kM][2][4];
 #pragma unroll
       for (int m = 0; m < kM; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) load_4<kMajorA>(a[m][half], a_smem, m0 + 16 * m + fragment_row(2 * half), k);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        float b[2][4];
+        T b[2][4];
         const int col = n0 + 8 * n + fragment_col(0);
         if constexpr (kMajorB == Major::K) {
           load_4<Major::K>(b[0], b_smem, col, k);
@@ -102,8 +106,9 @@ __device__ __forceinline__ void matmul(Fragment<kM, kN>& acc, const TileA& a_sme
         } else {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const float2 v = *reinterpret_cast<const float2*>(b_smem.at(k + i, col));
-            b[0][i] = v.x; b[1][i] = v.y;
+            const auto pair = *reinterpret_cast<const tile::Pair<T>*>(b_smem.at(k + i, col));
+            b[0][i] = pair.x[0];
+            b[1][i] = pair.x[1];
           }
         }
 #pragma unroll
@@ -111,15 +116,15 @@ __device__ __forceinline__ void matmul(Fragment<kM, kN>& acc, const TileA& a_sme
 #pragma unroll
           for (int m = 0; m < kM; ++m)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) acc.x[m][n][e] = fmaf(a[m][e / 2][i], b[e % 2][i], acc.x[m][n][e]);
+            for (int e = 0; e < 4; ++e) acc.x[m][n][e] = ptx::fma(a[m][e / 2][i], b[e % 2][i], acc.x[m][n][e]);
       }
     }
   }
 }
 
 // The same with A in registers: an accumulator fragment rounded to T. Two 16x8 tiles side by side are one 16x16 A fragment.
-template <Major kMajorB, class T, int kM, int kKTiles, int kN, class TileB>
-__device__ __forceinline__ void matmul(Fragment<kM, kN>& acc, const Fragment<kM, kKTiles>& a, const TileB& b_smem, int n0) {
+template <Major kMajorB, class T, int kM, int kKTiles, int kN, class A, class TileB>
+__device__ __forceinline__ void matmul(Fragment<kM, kN, A>& acc, const Fragment<kM, kKTiles, A>& a, const TileB& b_smem, int n0) {
   static_assert(kIsHalf<T> && kKTiles % 2 == 0 && kN % 2 == 0);
   const Operand<kMajorB, false, TileB> b_blocks(b_smem, n0);
 #pragma unroll
@@ -129,7 +134,7 @@ __device__ __forceinline__ void matmul(Fragment<kM, kN>& acc, const Fragment<kM,
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float* pair = a.x[m][k + i / 2] + i % 2 * 2;
+        const A* pair = a.x[m][k + i / 2] + i % 2 * 2;
         a_frag[m][i] = pack<T>(pair[0], pair[1]);
       }
 #pragma unroll

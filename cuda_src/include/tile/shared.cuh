@@ -5,6 +5,11 @@
 
 namespace cf::tile {
 
+template <class T>
+struct alignas(16) Chunk { T x[16 / sizeof(T)]; };
+template <class T>
+struct alignas(2 * sizeof(T)) Pair { T x[2]; };
+
 template <class T, int kRows_, int kCols_>
 struct Shared {
   using Type = T;
