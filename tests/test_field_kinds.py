@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Barrier
 from typing import Any
 
@@ -20,7 +15,6 @@ from tests.backends import Backend, CupyBackend, gpu_is_there
 from tests.cases import DTYPES, Case, assert_backward, assert_forward, make, parameters
 
 Random = np.random.Generator
-ROOT = Path(__file__).resolve().parents[1]
 
 MANY_TILES = [
     Case("no mask", "a backward that skips tiles as a causal one may", batch=1, len_q=203, len_k=331),
@@ -171,46 +165,6 @@ def test_threads_that_meet_in_a_first_call_get_their_own_results(backend: Backen
 
     with ThreadPoolExecutor(len(settings)) as pool:
         list(pool.map(work, range(len(settings))))
-
-
-# ------------------------------------------------------------------------------------------------ processes and caches
-
-
-@pytest.mark.parametrize(
-    "make_folder", [lambda at: at / "file" / "cache", lambda at: at / "locked"], ids=["file", "locked"]
-)
-def test_a_cache_that_cannot_be_written_is_done_without_or_named(
-    backend: Backend, tmp_path: Path, make_folder: Callable[[Path], Path]
-) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    (tmp_path / "locked").mkdir(mode=0o500)
-    folder = str(make_folder(tmp_path))
-    (done,) = _processes(backend, 1, CUPY_CACHE_DIR=folder)
-    assert done.returncode == 0 or folder in done.stdout, done.stdout
-
-
-def test_processes_that_start_together_share_an_empty_cache(backend: Backend, tmp_path: Path) -> None:
-    for done in _processes(backend, 3, CUPY_CACHE_DIR=str(tmp_path / "cache")):
-        assert done.returncode == 0, done.stdout
-
-
-def _processes(backend: Backend, count: int, **environment: str) -> list[subprocess.CompletedProcess[str]]:
-    """Fresh processes at once, each of which judges a small forward and backward of its own."""
-    command = [sys.executable, "-m", "tests.field.selfcheck", backend.name, "1"]
-
-    def start(_: int) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=240,
-        )
-
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(start, range(count)))
 
 
 # ------------------------------------------------------------------------------------------------ streams and graphs
