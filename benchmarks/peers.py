@@ -178,13 +178,15 @@ class Flex(ByAutograd):
             raise Absent("FlexAttention is compared on a GPU alone")
         super().__init__(case, q, k, v, dout)
         try:
+            from torch._functorch import config
             from torch.nn.attention.flex_attention import flex_attention
 
             torch.compiler.reset()  # else it gives up on compiling after a few shapes, or makes them dynamic
             self.compiled: Any = torch.compile(flex_attention, dynamic=False)
             self.mask = self._mask()
-            self.forward()
-            self.backward()
+            with config.patch(donated_buffer=False):  # its backward would else give the graph's memory away at once
+                self.forward()
+                self.backward()
         except Exception as error:  # no Triton, no C compiler, a shape it cannot tile: each has its own type
             raise Absent(f"FlexAttention does not run: {type(error).__name__}: {error}".splitlines()[0]) from error
         self.forget()
