@@ -3,6 +3,7 @@
 from cupyflash._api import attn_bwd, attn_bwd_preprocess, attn_fwd, lse_from_fa2, lse_from_log2
 from cupyflash._attention import Attention, AttnGrads, AttnOutput
 from cupyflash._errors import CompileError, UnsupportedError
+from cupyflash._memory import MemoryPlan, memory_plan
 from cupyflash._merge import merge_states, merge_states_bwd
 
 __version__ = "0.1.0"
@@ -12,6 +13,7 @@ __all__ = [
     "AttnGrads",
     "AttnOutput",
     "CompileError",
+    "MemoryPlan",
     "UnsupportedError",
     "__version__",
     "attn_bwd",
@@ -19,6 +21,7 @@ __all__ = [
     "attn_fwd",
     "lse_from_fa2",
     "lse_from_log2",
+    "memory_plan",
     "merge_states",
     "merge_states_bwd",
 ]

@@ -26,6 +26,7 @@ ORDER = (
     "_overlap",
     "_check",
     "_attention",
+    "_memory",
     "_merge",
     "_api",
     "__init__",
