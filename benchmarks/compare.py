@@ -30,7 +30,9 @@ NAMES = {
     "flex": "FlexAttention",
     "standard": "standard",
     "prepared": "cupyflash, prepared",
+    "cupy": "cupyflash, CuPy arrays",
 }
+OURSELVES = ("prepared", "cupy")  # the same kernels again, of interest for the host's time alone
 JUDGES = ("fa2", "efficient", "plain")  # whose error ours is shown beside: the first that took part
 SUMMARISED_FROM = 1024  # a shorter row is mostly launches and tails
 PASSES = ("forward", "backward")
@@ -198,7 +200,7 @@ def _rates_table(rows: Sequence[Row], one_pass: str) -> str:
     """TFLOP/s of everybody by N, and in brackets how much faster than a peer we are."""
     if not rows:
         return ""
-    who = [name for name in contestants(rows) if name != "prepared"]
+    who = [name for name in contestants(rows) if name not in OURSELVES]
 
     def cell(name: str, row: Row) -> str:
         text = _number(rate(row, name), ".0f", "")

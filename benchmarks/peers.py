@@ -101,6 +101,37 @@ class Prepared(Ours):
         self.backward()
 
 
+class OnCupy(Ours):
+    """cupyflash once more, on CuPy arrays in the same memory."""
+
+    def __init__(self, case: Case, q: Any, k: Any, v: Any, dout: Any) -> None:
+        if not q.is_cuda:
+            raise Absent("CuPy arrays live on a GPU")
+        super().__init__(case, q, k, v, dout)
+        self.inputs = {"q": q, "k": k, "v": v}
+
+    @cached_property
+    def forward_arrays(self) -> dict[str, Any]:
+        return _as_cupy({**self.inputs, **self.state, "workspace": self.forward_workspace})
+
+    @cached_property
+    def backward_arrays(self) -> dict[str, Any]:
+        grads = {"dout": self.dout, **self.grads, "workspace": self.backward_workspace}
+        return _as_cupy({**self.inputs, **self.state, **grads})
+
+    def forward(self) -> None:
+        self.attention.fwd(**self.forward_arrays)
+
+    def backward(self) -> None:
+        self.attention.bwd(**self.backward_arrays)
+
+
+def _as_cupy(tensors: dict[str, Any]) -> dict[str, Any]:
+    import cupy
+
+    return {name: None if x is None else cupy.from_dlpack(x) for name, x in tensors.items()}
+
+
 class ByAutograd:
     """Attention of torch that records a graph; its layout is [B, H, N, D], which a transposed view is."""
 
@@ -290,4 +321,5 @@ PEERS: dict[str, Callable[..., Contestant]] = {
     "flex": Flex,
     "standard": Standard,
     "prepared": Prepared,
+    "cupy": OnCupy,
 }
