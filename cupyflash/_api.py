@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from cupyflash import _attention, _interop
-from cupyflash._attention import Attention, AttnOutput
+from cupyflash._attention import AttnOutput, attention_of
 
 
 def attn_fwd(
@@ -90,10 +90,9 @@ def attn_fwd(
     >>> bool(np.allclose(out[0, -1], v[0].mean(axis=0))), bool(np.allclose(lse[0, 0], np.log([1, 2, 3, 4])))
     (True, True)
     """
-    attention = Attention(
-        layout=layout, scale=scale, causal=causal, window=window, softcap=softcap, dropout_p=dropout_p,
-        deterministic=deterministic, out_dtype=out_dtype, grad_dtype=grad_dtype, num_splits=num_splits,
-        split_len=split_len, allow_tf32=allow_tf32,
+    attention = attention_of(
+        layout, scale, causal, window, softcap, dropout_p, deterministic, out_dtype, grad_dtype, num_splits, split_len,
+        allow_tf32,
     )  # fmt: skip
     return attention.fwd(
         q, k, v, bias=bias, alibi_slopes=alibi_slopes, sink=sink, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
@@ -174,10 +173,9 @@ def attn_bwd(
     >>> bool(np.allclose(grads.dv[0, 0], 1 + 1 / 2 + 1 / 3 + 1 / 4))
     True
     """
-    attention = Attention(
-        layout=layout, scale=scale, causal=causal, window=window, softcap=softcap, dropout_p=dropout_p,
-        deterministic=deterministic, out_dtype=out_dtype, grad_dtype=grad_dtype, num_splits=num_splits,
-        split_len=split_len, allow_tf32=allow_tf32,
+    attention = attention_of(
+        layout, scale, causal, window, softcap, dropout_p, deterministic, out_dtype, grad_dtype, num_splits, split_len,
+        allow_tf32,
     )  # fmt: skip
     return attention.bwd(
         q, k, v, out, lse, dout, delta=delta, dlse=dlse, bias=bias, alibi_slopes=alibi_slopes, sink=sink,

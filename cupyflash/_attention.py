@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -220,20 +221,21 @@ class PreparedCall:
         backward: bool,
         holds_workspace: bool = False,
     ) -> None:
+        override = arguments.pop("plan")
         checked = _check.checked_call(function, attention, arguments, backward=backward, planning=False)
         spec, call, adopted = checked.spec, checked.call, checked.adopted
         self.checked = checked
         self.backend = _interop.backend(adopted)
-        self.plan = self.backend.plan(spec, call, backward=backward, override=arguments["plan"])
+        self.plan = self.backend.plan(spec, call, backward=backward, override=override)
         if call.workspace is not None or holds_workspace:
             needed = self.backend.workspace_bytes(spec, call, backward=backward)
             _check.check_workspace(checked, needed)
             if call.workspace is None:
                 call.workspace = adopted.empty((needed,), "uint8")
-        made = {name: adopted.empty(shape, dtype) for name, (shape, dtype) in checked.outputs.items()}
-        for name, view in made.items():
-            checked.place(name, view)
-        self.views = adopted.views | made
+        self.views = adopted.views.copy()
+        for name, (shape, dtype) in checked.outputs.items():
+            self.views[name] = made = adopted.empty(shape, dtype)
+            checked.place(name, made)
 
     def __call__(self) -> Any:
         """Run once more: on the stream that is current now, with values looked at again where they were before."""
@@ -259,6 +261,34 @@ class PreparedCall:
         return f"PreparedCall({'backward' if self.checked.backward else 'forward'}, {self.plan!r})"
 
 
+def attention_of(
+    layout: Any, scale: Any, causal: Any, window: Any, softcap: Any, dropout_p: Any, deterministic: Any, out_dtype: Any,
+    grad_dtype: Any, num_splits: Any, split_len: Any, allow_tf32: Any,
+) -> Attention:  # fmt: skip
+    """The `Attention` of these options, made and checked when they are first said in these types."""
+    options = (
+        layout, scale, causal, window, softcap, dropout_p, deterministic, out_dtype, grad_dtype, num_splits, split_len,
+        allow_tf32,
+    )  # fmt: skip
+    try:
+        return _remembered(None if window is None else tuple(map(type, window)), *options)
+    except TypeError:  # wrong, or right and not hashable, as a window in a list is
+        pass
+    return _new(*options)
+
+
+def _new(*options: Any) -> Attention:
+    return Attention(**dict(zip(_OPTIONS, options, strict=True)))
+
+
+_OPTIONS = tuple(option.name for option in dataclasses.fields(Attention))
+
+
+@functools.lru_cache(maxsize=512, typed=True)  # by type too: 1 is refused where True is accepted, though they are equal
+def _remembered(_types_of_window: tuple[type, ...] | None, *options: Any) -> Attention:
+    return _new(*options)
+
+
 def preprocess(function: str, layout: str, out: Any, dout: Any, dlse: Any) -> Any:
     """delta = rowsum(dout · out) − dlse, made by the caller's library."""
     call, adopted, shape, dtype = _check.checked_preprocess(function, layout, out, dout, dlse)
@@ -270,7 +300,9 @@ def preprocess(function: str, layout: str, out: Any, dout: Any, dlse: Any) -> An
 
 def _arguments(named: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call out of its `locals()`."""
-    return {name: value for name, value in named.items() if name not in ("self", "backward")}
+    del named["self"]
+    named.pop("backward", None)
+    return named
 
 
 def _of_direction(function: str, arguments: dict[str, Any], backward: bool) -> dict[str, Any]:
@@ -287,5 +319,6 @@ def _of_direction(function: str, arguments: dict[str, Any], backward: bool) -> d
 
 def _plannable(function: str, attention: Attention, arguments: dict[str, Any], backward: bool) -> tuple[Checked, Any]:
     arguments = _of_direction(function, arguments, backward)
+    del arguments["plan"]
     checked = _check.checked_call(function, attention, arguments, backward=backward, planning=True)
     return checked, _interop.backend(checked.adopted)

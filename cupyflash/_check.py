@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -45,9 +45,9 @@ _PER_ROW = ("lse", "delta", "dlse")
 # Caller's axes for each canonical axis; None is the packed form's leading axis of one.
 _ORDER = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "thd": (None, 0, 1, 2)}
 
-_FORWARD_OUTPUTS = ("out", "lse")
 _GRADIENT_OF = {"dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "dsink": "sink"}
 _ALIGNED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+_WITH_VALUES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seed", "offset")  # that `check_values` looks at
 _INT_OR_ARRAY = {
     "q_start": (-POSITION_LIMIT, POSITION_LIMIT, "an int or an int32 array [B]"),
     "k_start": (-POSITION_LIMIT, POSITION_LIMIT, "an int or an int32 array [B]"),
@@ -67,16 +67,15 @@ class Checked:
     backward: bool
     outputs: dict[str, tuple[tuple[int, ...], str]]  # to allocate: name to shape and dtype, in the caller's layout
     copies: tuple[str, ...]  # inputs that a kernel cannot read in place
-    validates: bool  # whether the values of offsets, lengths and pages are looked at
+    validates: bool  # whether the values of offsets, lengths, pages and seeds are looked at, and there are any
 
     def place(self, name: str, view: View) -> None:
         """Put the caller's array (or one made in its form) into the call, in canonical form."""
         setattr(self.call, name, canonical(self.layout, name, view, self.call.batch, self.spec.paged))
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """An array as far as the pure checks look at it. Hashable: part of a call's signature."""
+class Given(NamedTuple):
+    """An array as far as the pure checks look at it."""
 
     name: str
     shape: tuple[int, ...]
@@ -85,14 +84,27 @@ class Given:
     misalignment: int  # address modulo 16
 
 
+class _Plain(NamedTuple):
+    """The arguments of a call that are no arrays."""
+
+    check: bool
+    accumulate: bool
+    ints: dict[str, int]  # by name: what may be an array too
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class _Judged:
+    """What a call's signature decides. Shared by every call of that signature; nothing in it is changed."""
+
     spec: Spec
-    batch: int
-    len_q: int
-    len_k: int
-    outputs: tuple[tuple[str, tuple[int, ...], str], ...]
+    call: dict[str, Any]  # fields of Call
+    outputs: dict[str, tuple[tuple[int, ...], str]]  # to allocate
+    written: tuple[str, ...]  # given by the caller to be written
     copies: tuple[str, ...]
+    is_canonical: bool  # every array has the axes of `_spec` as it is
+    has_values: bool
 
 
 # Options.
@@ -138,7 +150,7 @@ def one_of(function: str, name: str, value: Any, accepted: tuple[Any, ...]) -> A
 
 
 def _boolean(function: str, name: str, value: Any) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
+    if value is not True and value is not False and not isinstance(value, np.bool_):
         raise TypeError(refusal(function, name, f"is {value!r}", "True or False is accepted"))
     return bool(value)
 
@@ -154,12 +166,12 @@ def _number(function: str, name: str, value: Any, accepted: str, *, is_optional:
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(refusal(function, name, f"is {value!r}", f"{accepted} is accepted"))
-    return number
+    return number + 0.0  # never -0.0, so that equal options are the same in every bit
 
 
 def _integer(function: str, name: str, value: Any, low: int, high: int | None, accepted: str = "") -> int:
     accepted = accepted or (f"an int of at least {low}" if high is None else f"an int in [{low}, {high})")
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
         raise TypeError(refusal(function, name, f"is {value!r}", f"{accepted} is accepted"))
     if value < low or (high is not None and value >= high):
         raise ValueError(refusal(function, name, f"is {value}", f"{accepted} is accepted"))
@@ -197,50 +209,54 @@ def _listed(choices: Iterable[str]) -> str:
 def checked_call(
     function: str, attention: Attention, arguments: dict[str, Any], *, backward: bool, planning: bool
 ) -> Checked:
-    """Judge a forward or backward call from all its arguments by name; `planning` lets all but q, k, v be missing."""
-    arrays, values = _split(function, arguments)
+    """Judge a forward or backward call; `planning` lets all but q, k, v be missing.
+
+    `arguments` are all but `plan`, by name; those that are no arrays are taken out.
+    """
+    plain = _plain(function, arguments)
     required = ["q", "k", "v"]
     if backward and not planning:
-        required += ["lse", "dout"] if arrays.get("delta") is not None else ["out", "lse", "dout"]
+        required += ["lse", "dout"] if arguments["delta"] is not None else ["out", "lse", "dout"]
     for name in required:
-        if arrays.get(name) is None:
+        if arguments[name] is None:
             advice = "It may be None only when `delta` is given." if name == "out" else ""
             raise TypeError(refusal(function, name, "is None", _interop.ACCEPTED_ARRAYS, advice))
-    if values["accumulate"] and not planning:
-        for name in ("dq", "dk", "dv", *(f"d{name}" for name in ("bias", "sink") if arrays[name] is not None)):
-            if arrays[name] is None:
+    if plain.accumulate and not planning:
+        for name in ("dq", "dk", "dv", *(f"d{name}" for name in ("bias", "sink") if arguments[name] is not None)):
+            if arguments[name] is None:
                 accepted = "an array is needed: with accumulate=True every gradient is added into what is given"
                 raise ValueError(refusal(function, name, "is None", accepted))
-    if attention.dropout_p and arguments["seed"] is None and not planning:
+    if attention.dropout_p and "seed" not in plain.ints and arguments["seed"] is None and not planning:
         given = f"is None while `dropout_p` is {attention.dropout_p}"
         raise ValueError(refusal(function, "seed", given, f"{_INT_OR_ARRAY['seed'][2]} is accepted"))
-    adopted = _interop.adopt(function, arrays)
-    outputs = _GRADIENT_OF if backward else _FORWARD_OUTPUTS
+    adopted = _interop.adopt(function, arguments)
+    views = adopted.views
     judged = _judge(
         function,
         attention,
         backward,
-        tuple(Given(name, v.shape, v.strides, v.dtype, v.ptr & 15) for name, v in adopted.views.items()),
-        values["accumulate"],
-        values["max_seqlen_q"],
-        values["max_seqlen_k"],
+        tuple([(name, v.shape, v.strides, v.dtype, v.ptr & 15) for name, v in views.items()]),
+        plain.accumulate,
+        plain.max_seqlen_q,
+        plain.max_seqlen_k,
     )
-    check_writing(adopted, (*outputs, "workspace"))
+    if judged.written:
+        check_writing(adopted, judged.written)
+    if not judged.is_canonical:
+        batch, is_paged = judged.call["batch"], judged.spec.paged
+        views = {name: canonical(attention.layout, name, view, batch, is_paged) for name, view in views.items()}
+    fields: dict[str, Any] = {**judged.call, **plain.ints, **views}
+    is_on_cpu = adopted.backend == "cpu"
     checked = Checked(
         spec=judged.spec,
-        call=_call(function, attention, judged, values),
+        call=Call(**fields, empty=adopted.empty, device=adopted.device, stream=adopted.stream),
         adopted=adopted,
         layout=attention.layout,
         backward=backward,
-        outputs={name: (shape, dtype) for name, shape, dtype in judged.outputs},
-        copies=judged.copies if adopted.backend == "cuda" else (),
-        validates=values["check"] or adopted.backend == "cpu",
+        outputs=judged.outputs,
+        copies=() if is_on_cpu else judged.copies,
+        validates=judged.has_values and (is_on_cpu or plain.check),
     )
-    for name, view in adopted.views.items():
-        checked.place(name, view)
-    checked.call.empty = adopted.empty
-    checked.call.device = adopted.device
-    checked.call.stream = adopted.stream
     check_values(checked)
     return checked
 
@@ -272,48 +288,51 @@ def canonical(layout: str, name: str, view: View, batch: int, is_paged: bool) ->
     return view
 
 
-def _split(function: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays, and checked plain values, of a call's arguments."""
-    arrays = dict(arguments)
-    del arrays["plan"]
-    values: dict[str, Any] = {"check": _boolean(function, "check", arrays.pop("check"))}
-    values["accumulate"] = _boolean(function, "accumulate", arrays.pop("accumulate", False))
-    for name in ("max_seqlen_q", "max_seqlen_k"):
-        value = arrays.pop(name)
-        values[name] = None if value is None else _integer(function, name, value, 0, None)
+def _plain(function: str, arguments: dict[str, Any]) -> _Plain:
+    """Take what is no array out of a call's arguments, checked."""
+    check, accumulate = arguments.pop("check"), arguments.pop("accumulate", False)
+    hint_q, hint_k = arguments.pop("max_seqlen_q"), arguments.pop("max_seqlen_k")
+    ints: dict[str, int] = {}
     for name, (low, high, accepted) in _INT_OR_ARRAY.items():
-        value = arrays[name]
+        value = arguments[name]
         if value is None and name in ("q_start", "seed"):
-            del arrays[name]
-        elif not _interop.is_array(value):
-            values[name] = _integer(function, name, arrays.pop(name), low, high, accepted)
-    return arrays, values
+            continue
+        if type(value) is int or not _interop.is_array(value):
+            ints[name] = _integer(function, name, arguments.pop(name), low, high, accepted)
+    return _Plain(
+        _boolean(function, "check", check),
+        _boolean(function, "accumulate", accumulate),
+        ints,
+        None if hint_q is None else _integer(function, "max_seqlen_q", hint_q, 0, None),
+        None if hint_k is None else _integer(function, "max_seqlen_k", hint_k, 0, None),
+    )
 
 
-def _call(function: str, attention: Attention, judged: _Judged, values: dict[str, Any]) -> Call:
+def _fields(
+    attention: Attention, arrays: Arrays, len_k: int, max_seqlen_q: int | None, max_seqlen_k: int | None
+) -> dict[str, Any]:
+    """The fields of Call that a signature decides."""
+    sizes = arrays.sizes
     left, right = attention.window or (None, None)
     left, right = (None if side is not None and side >= UNBOUNDED else side for side in (left, right))
     if attention.causal:
         right = 0  # bounds are never negative, so min(right, 0)
-    return Call(
-        function=function,
-        batch=judged.batch,
-        len_q=judged.len_q,
-        len_k=judged.len_k,
-        scale=_scale(attention, judged.spec.head_dim),
-        softcap=attention.softcap or 0.0,
-        window_left=left,
-        window_right=right,
-        q_start=values.get("q_start", 0 if attention.causal == "top-left" else None),
-        k_start=values.get("k_start", 0),
-        dropout_p=attention.dropout_p,
-        seed=values.get("seed", 0),
-        offset=values.get("offset", 0),
-        num_splits=attention.num_splits,
-        split_len=attention.split_len,
-        max_seqlen_q=values["max_seqlen_q"],
-        max_seqlen_k=values["max_seqlen_k"],
-    )
+    return {
+        "function": arrays.function,
+        "batch": sizes["B"],
+        "len_q": sizes["Tq" if arrays.layout == "thd" else "Nq"],
+        "len_k": len_k,
+        "scale": _scale(attention, sizes["D"]),
+        "softcap": attention.softcap or 0.0,
+        "window_left": left,
+        "window_right": right,
+        "q_start": 0 if attention.causal == "top-left" else None,
+        "dropout_p": attention.dropout_p,
+        "num_splits": attention.num_splits,
+        "split_len": attention.split_len,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
 
 
 def _scale(attention: Attention, head_dim: int) -> float:
@@ -375,13 +394,13 @@ def _judge(
     function: str,
     attention: Attention,
     backward: bool,
-    given: tuple[Given, ...],
+    given: tuple[tuple[str, tuple[int, ...], tuple[int, ...], str, int], ...],  # fields of Given
     accumulate: bool,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
 ) -> _Judged:
     """Everything that shapes, dtypes and options decide."""
-    arrays = Arrays(function, attention.layout, given)
+    arrays = Arrays(function, attention.layout, tuple(Given(*fields) for fields in given))
     _check_company(arrays)
     _check_shapes(arrays)
     dtypes = _check_dtypes(arrays, attention, backward, accumulate)
@@ -589,6 +608,8 @@ def _describe(
         out_dtype=dtypes.out,
         dout_dtype=dtypes.dout,
         grad_dtype=dtypes.grad,
+        bias_dtype=arrays["bias"].dtype if "bias" in arrays else None,
+        dbias_dtype=_dbias_dtype(arrays, outputs),
         accumulate=accumulate,
         deterministic=backward and attention.deterministic,
         split=not backward and (attention.num_splits > 1 or attention.split_len is not None),
@@ -596,11 +617,24 @@ def _describe(
         align=_alignment(arrays, outputs),
         size_class="short" if typical_k <= 128 else "decode" if typical_q <= 16 else "normal",
     )
-    missing = tuple((name, shape, dtype) for name, (shape, dtype) in outputs.items() if name not in arrays)
     copies = tuple(
         name for name, a in arrays.by_name.items() if name not in written and not has_unit_stride(a.shape, a.strides)
     )
-    return _Judged(spec, sizes["B"], len_q, len_k, missing, copies)
+    return _Judged(
+        spec,
+        call=_fields(attention, arrays, len_k, max_seqlen_q, max_seqlen_k),
+        outputs={name: output for name, output in outputs.items() if name not in arrays},
+        written=tuple(name for name in (*outputs, "workspace") if name in arrays),
+        copies=copies,
+        is_canonical=arrays.layout == "bshd" and not any(name in arrays for name in ("bias", "alibi_slopes")),
+        has_values=any(name in arrays for name in _WITH_VALUES),
+    )
+
+
+def _dbias_dtype(arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) -> str | None:
+    if "dbias" in arrays:
+        return arrays["dbias"].dtype
+    return outputs["dbias"][1] if "dbias" in outputs else None
 
 
 def _alignment(arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) -> int:

@@ -29,6 +29,7 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 } | {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 Place = tuple[str, int]  # device type as the library spells it, and ordinal
+_CPU: Place = ("cpu", 0)
 
 
 class _Library(Protocol):
@@ -39,6 +40,7 @@ class _Library(Protocol):
 
     def place(self, raw: Any) -> Place: ...
     def view(self, raw: Any) -> tuple[View, str]: ...  # and why it may not be written, or ""
+    def memory(self, raw: Any) -> View: ...  # of an array from `empty`, of which nothing need be asked
     def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> Any: ...
     def stream(self, place: Place) -> int: ...
     def contiguous(self, view: View) -> View: ...
@@ -54,11 +56,10 @@ class Adopted:
     library: _Library
     place: Place
     stream: int
-    views: dict[str, View] = field(default_factory=dict)  # in the caller's own axis order
-    unwritable: dict[str, str] = field(default_factory=dict)  # name: why nothing may be written there
-    like: Any = None
-    _given: dict[int, tuple[View, Any]] = field(default_factory=dict)  # by id(view); holding the view keeps the id
-    _made: dict[int, tuple[View, Any]] = field(default_factory=dict)
+    given: dict[str, Any]  # the caller's arrays
+    views: dict[str, View]  # of them, in the caller's own axis order
+    unwritable: dict[str, str]  # name: why nothing may be written there
+    _made: dict[int, tuple[View, Any]] = field(default_factory=dict)  # by id(view); holding the view keeps the id
 
     @property
     def kind(self) -> str:
@@ -75,7 +76,7 @@ class Adopted:
     def empty(self, shape: tuple[int, ...], dtype: str) -> View:
         """A C-contiguous array of the caller's library on its device and current stream."""
         raw = self.library.empty(shape, dtype, self.place)
-        view, _ = self.library.view(raw)
+        view = self.library.memory(raw)
         self._made[id(view)] = view, raw
         return view
 
@@ -84,57 +85,57 @@ class Adopted:
 
         To be asked for after the work is queued: an export through DLPack waits for what its stream holds by then.
         """
-        if id(view) in self._given:
-            return self._given[id(view)][1]
-        return self.library.give(self._made[id(view)][1], self.like)
+        made = self._made.get(id(view))
+        if made is not None:
+            return self.library.give(made[1], next(iter(self.given.values())))
+        return next(self.given[name] for name, own in self.views.items() if own is view)
 
     def host(self, name: str) -> np.ndarray:
         """The values on the host; on a GPU this waits for the stream."""
         return self.library.host(self.views[name])
 
     def refresh_stream(self) -> int:
-        """The stream that is current now, for calls that are packed once and run later."""
-        self.stream = self.library.stream(self.place)
+        """The stream that is current now, for calls that are packed once and run later; 0 on the CPU."""
+        if self.place[0] == "cuda":
+            self.stream = self.library.stream(self.place)
         return self.stream
 
 
 def adopt(function: str, arrays: dict[str, Any]) -> Adopted:
     """Views of all arrays that are not None. They must be of one library and on one device; the first one sets both."""
-    adopted: Adopted | None = None
-    first = ""
+    library: _Library | None = None
+    place = _CPU
+    given: dict[str, Any] = {}
     for name, raw in arrays.items():
         if raw is None:
             continue
-        library = _library(function, name, raw)
-        place = library.place(raw)
-        if adopted is None:
-            adopted, first = Adopted(function, library, place, 0, like=raw), name
-        elif library.name != adopted.library.name or place != adopted.place:
-            given = f"is {_owner(library, place)} and `{first}` is {_owner(adopted.library, adopted.place)}"
-            raise TypeError(
-                refusal(function, name, given, "all arrays of a call must be of one library and on one device")
-            )
-    if adopted is None:
+        its_library = _libraries.get(type(raw)) or _library(function, name, raw)
+        its_place = its_library.place(raw)
+        if library is None:
+            library, place = its_library, its_place
+        elif its_library.name != library.name or its_place != place:
+            first = f"`{next(iter(given))}` is {_owner(library, place)}"
+            accepted = "all arrays of a call must be of one library and on one device"
+            raise TypeError(refusal(function, name, f"is {_owner(its_library, its_place)} and {first}", accepted))
+        given[name] = raw
+    if library is None:
         raise AssertionError(f"{function} adopted no array")
-    if adopted.backend not in ("cpu", "cuda"):
-        given = f"is {_owner(adopted.library, adopted.place)}"
-        raise UnsupportedError(refusal(function, first, given, "arrays in CPU or CUDA memory are accepted"))
-    if adopted.backend == "cuda":
+    if place[0] == "cuda":
         require_cupy(function)
-    for name, raw in arrays.items():
-        if raw is None:
-            continue
+    elif place[0] != "cpu":
+        accepted = "arrays in CPU or CUDA memory are accepted"
+        raise UnsupportedError(refusal(function, next(iter(given)), f"is {_owner(library, place)}", accepted))
+    views: dict[str, View] = {}
+    unwritable: dict[str, str] = {}
+    for name, raw in given.items():
         try:
-            view, why_not = adopted.library.view(raw)
+            views[name], why_not = library.view(raw)
         except _Unreadable as error:
             raise TypeError(refusal(function, name, error.given, error.accepted, error.advice)) from error.__cause__
-        adopted.views[name] = view
-        adopted._given[id(view)] = view, raw
         if why_not:
-            adopted.unwritable[name] = why_not
-    if adopted.backend == "cuda":
-        adopted.refresh_stream()
-    return adopted
+            unwritable[name] = why_not
+    stream = library.stream(place) if place[0] == "cuda" else 0
+    return Adopted(function, library, place, stream, given, views, unwritable)
 
 
 def is_array(value: Any) -> bool:
@@ -147,10 +148,20 @@ def permute(view: View, axes: tuple[int | None, ...]) -> View:
     array = view.array
     if isinstance(array, np.ndarray):
         array = array.transpose([axis for axis in axes if axis is not None])
-        array = array[tuple(None if axis is None else slice(None) for axis in axes)]
-    shape = tuple(1 if axis is None else view.shape[axis] for axis in axes)
-    strides = tuple(0 if axis is None else view.strides[axis] for axis in axes)
+        if None in axes:
+            array = array[tuple([None if axis is None else slice(None) for axis in axes])]
+    shape, strides = _reordered(view.shape, view.strides, axes)
     return View(view.ptr, shape, strides, view.dtype, array)
+
+
+@functools.lru_cache(maxsize=4096)
+def _reordered(
+    shape: tuple[int, ...], strides: tuple[int, ...], axes: tuple[int | None, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (
+        tuple([1 if axis is None else shape[axis] for axis in axes]),
+        tuple([0 if axis is None else strides[axis] for axis in axes]),
+    )
 
 
 def broadcast(view: View, shape: tuple[int, ...]) -> View:
@@ -225,28 +236,30 @@ class _Unreadable(Exception):
 _ODD_STRIDES = "has strides that are no multiples of its element size"  # such inputs are copied
 
 
-def _in_elements(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
-    """Byte strides as element strides; None when they are no multiples (fields of records)."""
-    if not itemsize:
-        return strides
-    elements = tuple([stride // itemsize for stride in strides])
-    return elements if strides == tuple([stride * itemsize for stride in elements]) else None
+@functools.lru_cache(maxsize=4096)
+def _form(strides: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tuple[int, ...] | None, str]:
+    """Byte strides as element strides, None when they are no multiples (fields of records), and the dtype's name."""
+    itemsize = dtype.itemsize
+    elements = tuple([stride // itemsize for stride in strides]) if itemsize else strides
+    return elements if strides == tuple([stride * itemsize for stride in elements]) else None, _numpy_dtype_name(dtype)
 
 
 class _NumPy:
     kind = name = "numpy"
 
     def place(self, raw: np.ndarray) -> Place:
-        return "cpu", 0
+        return _CPU
 
     def view(self, raw: np.ndarray) -> tuple[View, str]:
         array = raw if type(raw) is np.ndarray else raw.view(np.ndarray)
-        why_not = "" if array.flags.writeable else "is read-only"
-        strides = _in_elements(array.strides, array.itemsize)
+        strides, dtype = _form(array.strides, array.dtype)
         if strides is None:
-            return self.view(array.copy())[0], _ODD_STRIDES
-        ptr = array.__array_interface__["data"][0]
-        return View(ptr, array.shape, strides, _numpy_dtype_name(array.dtype), array), why_not
+            return self.memory(array.copy()), _ODD_STRIDES
+        view = View(array.__array_interface__["data"][0], array.shape, strides, dtype, array)
+        return view, "" if array.flags.writeable else "is read-only"
+
+    def memory(self, raw: np.ndarray) -> View:
+        return self.view(raw)[0]
 
     def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> np.ndarray:
         return np.empty(shape, NUMPY_DTYPES[dtype])
@@ -255,7 +268,7 @@ class _NumPy:
         return 0
 
     def contiguous(self, view: View) -> View:
-        return self.view(np.ascontiguousarray(view.array))[0]
+        return self.memory(np.ascontiguousarray(view.array))
 
     def host(self, view: View) -> np.ndarray:
         return view.array
@@ -269,10 +282,18 @@ class _Torch:
 
     def __init__(self, torch: ModuleType) -> None:
         self.torch: Any = torch
+        self.places: dict[Any, Place] = {}  # by torch.device, which is slow to ask for its type
+        self.devices: dict[Place, Any] = {}
+        # What code from torch.compile calls for its launches; current_stream makes a Stream object each time.
+        self.raw_stream = getattr(self.torch._C, "_cuda_getCurrentRawStream", None)
 
     def place(self, raw: Any) -> Place:
         device = raw.device
-        return device.type, device.index or 0
+        place = self.places.get(device)
+        if place is None:
+            place = self.places[device] = device.type, device.index or 0
+            self.devices[place] = device
+        return place
 
     def view(self, raw: Any) -> tuple[View, str]:
         torch = self.torch
@@ -290,11 +311,11 @@ class _Torch:
         if raw.is_neg() or raw.is_conj():
             raw, why_not = raw.resolve_neg().resolve_conj(), "has a pending negation or conjugation"
         try:
-            return self._memory(raw), why_not
+            return self.memory(raw), why_not
         except RuntimeError as error:
             raise _Unreadable(f"has no memory to read ({error})") from error
 
-    def _memory(self, raw: Any) -> View:
+    def memory(self, raw: Any) -> View:
         dtype = _torch_dtype_name(raw.dtype)
         array = raw
         if not raw.is_cuda:
@@ -305,14 +326,15 @@ class _Torch:
         return View(raw.data_ptr(), tuple(raw.shape), raw.stride(), dtype, array)
 
     def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> Any:
-        device = place[0] if place[0] == "cpu" else f"{place[0]}:{place[1]}"
-        return self.torch.empty(shape, dtype=getattr(self.torch, dtype), device=device)
+        return self.torch.empty(shape, dtype=getattr(self.torch, dtype), device=self.devices[place])
 
     def stream(self, place: Place) -> int:
-        return self.torch.cuda.current_stream(place[1]).cuda_stream
+        if self.raw_stream is None:
+            return self.torch.cuda.current_stream(place[1]).cuda_stream
+        return self.raw_stream(place[1])
 
     def contiguous(self, view: View) -> View:
-        return self._memory(view.array.contiguous())
+        return self.memory(view.array.contiguous())
 
     def host(self, view: View) -> np.ndarray:
         return view.array if isinstance(view.array, np.ndarray) else view.array.cpu().numpy()
@@ -333,14 +355,20 @@ class _CuPy:
         return "cuda", raw.device.id
 
     def view(self, raw: Any) -> tuple[View, str]:
-        strides = _in_elements(raw.strides, raw.itemsize)
+        strides, dtype = _form(raw.strides, raw.dtype)
         if strides is None:
             with raw.device:
-                return self.view(raw.copy())[0], _ODD_STRIDES
-        return View(raw.data.ptr, raw.shape, strides, _numpy_dtype_name(raw.dtype), raw), ""
+                return self.memory(raw.copy()), _ODD_STRIDES
+        return View(raw.data.ptr, raw.shape, strides, dtype, raw), ""
+
+    def memory(self, raw: Any) -> View:
+        return self.view(raw)[0]
 
     def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> Any:
-        with self.cupy.cuda.Device(place[1]):
+        cuda = self.cupy.cuda
+        if cuda.runtime.getDevice() == place[1]:  # entering a device takes longer than the allocation
+            return self.cupy.empty(shape, NUMPY_DTYPES[dtype])
+        with cuda.Device(place[1]):
             return self.cupy.empty(shape, NUMPY_DTYPES[dtype])
 
     def stream(self, place: Place) -> int:
@@ -348,7 +376,7 @@ class _CuPy:
 
     def contiguous(self, view: View) -> View:
         with view.array.device:
-            return self.view(self.cupy.ascontiguousarray(view.array))[0]
+            return self.memory(self.cupy.ascontiguousarray(view.array))
 
     def host(self, view: View) -> np.ndarray:
         with view.array.device:
@@ -378,8 +406,6 @@ class _DLPack:
         return device, 0 if device == "cpu" else int(ordinal)
 
     def view(self, raw: Any) -> tuple[View, str]:
-        if isinstance(raw, np.ndarray) or type(raw).__module__.partition(".")[0] == "cupy":  # our own, from `empty`
-            return (_NumPy() if isinstance(raw, np.ndarray) else _CuPy()).view(raw)
         place = self.place(raw)
         through = self._through(place)
         try:
@@ -392,6 +418,9 @@ class _DLPack:
             raise _Unreadable(
                 f"is a {type(raw).__name__} of {dtype} that cannot be read through DLPack ({error})"
             ) from error
+
+    def memory(self, raw: Any) -> View:
+        return (_NumPy() if isinstance(raw, np.ndarray) else _CuPy()).memory(raw)
 
     def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> Any:
         return self._through(place).empty(shape, dtype, place)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cupyflash as cf
-from cupyflash import _environment, _interop
+from cupyflash import _attention, _check, _environment, _interop
 from cupyflash._interop import adopt, permute
 from cupyflash.testing import check_backward, check_forward
 
@@ -208,6 +208,13 @@ def test_tensors_without_memory_of_their_own_are_refused(torch: Any, rng: Random
         torch.func.vmap(lambda x: cf.attn_fwd(x, x, x).out)(q[None])
 
 
+def test_a_prepared_call_takes_torch_tensors_on_the_cpu(torch: Any, rng: Random) -> None:
+    q, k, v, _ = (to_torch(torch, array) for array in problem(rng))
+    call = cf.Attention(causal=True).prepare(q, k, v)
+    q.mul_(2)
+    assert torch.equal(call().out, cf.attn_fwd(q, k, v, causal=True).out)
+
+
 # Unknown producers, JAX.
 
 
@@ -307,7 +314,11 @@ def fake_cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
         return Array(np.ascontiguousarray(array.host), cupy.current)
 
     cupy.ndarray, cupy.empty, cupy.ascontiguousarray = Array, empty, ascontiguousarray
-    cupy.cuda = SimpleNamespace(Device=Device, get_current_stream=lambda device: SimpleNamespace(ptr=1000 + device))
+    cupy.cuda = SimpleNamespace(
+        Device=Device,
+        get_current_stream=lambda device: SimpleNamespace(ptr=1000 + device),
+        runtime=SimpleNamespace(getDevice=lambda: cupy.current),
+    )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(_interop, "_cupy_trouble", lambda: "")
     return cupy
@@ -458,6 +469,77 @@ def test_options_are_frozen_hashable_printable_and_picklable() -> None:
         attn.causal = False  # type: ignore[misc]
     with pytest.raises((AttributeError, TypeError)):
         attn.casual = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"causal": True}, {"causal": 1}),
+        ({"window": (1, 0)}, {"window": (True, 0)}),
+        ({"window": (2, 1)}, {"window": (2, 1.0)}),
+        ({"dropout_p": 0}, {"dropout_p": False}),
+        ({"num_splits": 1}, {"num_splits": 1.0}),
+        ({"allow_tf32": False}, {"allow_tf32": 0}),
+    ],
+    ids=repr,
+)
+def test_an_option_is_refused_though_it_equals_one_that_was_taken(
+    rng: Random, right: dict[str, Any], wrong: dict[str, Any]
+) -> None:
+    q, k, v, _ = problem(rng)
+    cf.attn_fwd(q, k, v, **right)
+    with pytest.raises((TypeError, ValueError), match=f"`{next(iter(wrong))}` is"):
+        cf.attn_fwd(q, k, v, **wrong)
+    cf.attn_fwd(q, k, v, **right)
+
+
+def test_options_that_cannot_be_hashed_are_taken_and_refused_as_others(rng: Random) -> None:
+    q, k, v, _ = problem(rng)
+    assert_same_bits(cf.attn_fwd(q, k, v, window=[3, 0]), cf.attn_fwd(q, k, v, window=(3, 0)))
+    with pytest.raises(ValueError, match="`window` is array"):
+        cf.attn_fwd(q, k, v, window=np.array([3, 0]))  # type: ignore[arg-type]
+
+
+def test_a_call_like_an_earlier_one_is_not_judged_again(rng: Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[str] = []
+
+    def counted(module: Any, name: str) -> None:
+        usual = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *arguments: (judged.append(name), usual(*arguments))[1])
+
+    counted(_check, "checked_options")
+    counted(_check, "_describe")
+    _check._judge.cache_clear()
+    _attention._remembered.cache_clear()
+    arrays = problem(rng)
+    run(*arrays, causal=True)
+    assert sorted(judged) == ["_describe", "_describe", "checked_options"]  # forward, backward, the options of both
+    judged.clear()
+    for start in range(3):
+        run(*(array + 1 for array in arrays), causal=True, q_start=start)
+    assert judged == []
+    run(*arrays)
+    assert sorted(judged) == ["_describe", "_describe", "checked_options"]
+    judged.clear()
+    q, k, v, dout = arrays
+    run(q[:, 1:], k, v, dout[:, 1:], causal=True)
+    assert judged == ["_describe", "_describe"]
+
+
+def test_what_no_signature_shows_is_checked_every_time(rng: Random) -> None:
+    q, k, v, _ = problem(rng)
+    out, lse = np.empty_like(q), np.empty((2, 4, 9), np.float32)
+    cf.attn_fwd(q, k, v, out=out, lse=lse, seed=1, seqused_k=np.array([3, 11], np.int32))
+    with pytest.raises(ValueError, match="`seqused_k` is 12"):
+        cf.attn_fwd(q, k, v, out=out, lse=lse, seed=1, seqused_k=np.array([3, 12], np.int32))
+    with pytest.raises(ValueError, match="`seed` is -1"):
+        cf.attn_fwd(q, k, v, out=out, lse=lse, seed=-1, seqused_k=np.array([3, 11], np.int32))
+    cf.attn_fwd(q, k, v, out=out)
+    with pytest.raises(ValueError, match="`out` overlaps `q`"):
+        cf.attn_fwd(q, k, v, out=q)
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="`out` is read-only"):
+        cf.attn_fwd(q, k, v, out=out)
 
 
 def test_replace_changes_a_copy_and_checks_it() -> None:

@@ -25,6 +25,10 @@ def run(plan: Plan[Any], blocks: int, values: tuple[Any, ...], device: int, stre
         return
     if blocks > MAX_BLOCKS:
         raise UnsupportedError(f"{plan.kernel}: {blocks} blocks; a grid holds at most {MAX_BLOCKS}. Split the batch.")
-    with cupy.cuda.Device(device):
-        launch, argument = kernel(plan, device), pack(plan.kernel, values)
-        launch((blocks,), (plan.threads,), (argument,), shared_mem=plan.smem_bytes, stream=_Stream(stream))
+    launch, arguments = kernel(plan, device), (pack(plan.kernel, values),)
+    grid, block, smem_bytes = (blocks,), (plan.threads,), plan.smem_bytes
+    if cupy.cuda.runtime.getDevice() == device:  # nearly always; to enter a device it already is in costs more
+        launch(grid, block, arguments, shared_mem=smem_bytes, stream=_Stream(stream))
+    else:
+        with cupy.cuda.Device(device):
+            launch(grid, block, arguments, shared_mem=smem_bytes, stream=_Stream(stream))
