@@ -77,6 +77,10 @@ def cache_folder() -> Fact:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
+        if folder.is_dir():
+            return Fact(
+                "kernel cache", f"{folder}, not writable ({error.strerror}): every process compiles its kernels"
+            )
         reason = f"the kernel cache {folder} is not writable ({error.strerror})"
         return Fact(
             "kernel cache", f"{folder}, not usable: {error.strerror}", f"{reason}; set CUPY_CACHE_DIR to one that is"

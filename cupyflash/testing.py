@@ -115,6 +115,9 @@ def rounding_terms(
     A score's terms set the relative error of P, and dP - D cancels, wholly when a row has one key: a result may be far
     smaller than what it is made of. Splits that the call asks for are merged one after the other, each with a rounding
     of the sum so far, and equal splits round the same way each time.
+
+    The peer of float64 inputs is the reference, and tells nothing of how sums round: n terms in any order then count
+    n times, which is the bound of n - 1 additions.
     """
     inputs = _Inputs.of(q, k, v, options)
     scores = _Formula(np.float64).score_terms(inputs)
@@ -124,6 +127,8 @@ def rounding_terms(
     if dout is not None:
         grads = _Formula(np.float64, absolute=True).backward(inputs, dout, out, lse, delta, dlse)
         terms |= {name: (1 + scores) * _largest(grad) for name, grad in grads.items()}
+    if q.dtype == np.float64:
+        terms = {name: value * _longest_sum(inputs, name) for name, value in terms.items()}
     return terms
 
 
@@ -133,6 +138,13 @@ def _splits(inputs: _Inputs, options: dict[str, Any]) -> int:
     if options.get("split_len"):
         return max(1, -(-longest // options["split_len"]))
     return max(1, min(options.get("num_splits", 0), longest))
+
+
+def _longest_sum(inputs: _Inputs, name: str) -> int:
+    """Most terms that any value of this result, or of what it is made of, is a sum of."""
+    rows, keys = inputs.q.shape[1], inputs.len_k
+    own = {"dbias": math.prod((inputs.batch, inputs.heads, rows, keys)), "dsink": inputs.batch * rows}
+    return max(1, inputs.q.shape[3], inputs.v.shape[3], keys, inputs.group * rows, own.get(name, 0))
 
 
 def row_dtype(dtype: Any) -> str:

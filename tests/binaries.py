@@ -195,5 +195,6 @@ def allowance_key(constants: Constants) -> tuple[str, str, int]:
     """What a recorded spill is filed under: (kernel's constants, element, larger head-dim tile)."""
     values: Any = constants
     element = getattr(values, "element", getattr(values, "grad_element", "any"))
+    element = "16-bit" if element in ("float16", "bfloat16") else element
     dims = [getattr(values, name) for name in ("head_dim", "head_dim_v") if hasattr(values, name)]
     return type(constants).__name__, element, max(dims, default=0)

@@ -135,19 +135,7 @@ def _give_away(path: Path) -> None:
         path.chmod(0)
 
 
-not_yet = pytest.mark.xfail(reason="what CuPy's folder refuses is not compiled past it yet", strict=True)
-
-
-@pytest.mark.parametrize(
-    "close",
-    [
-        _read_only,
-        *(
-            pytest.param(close, marks=not_yet)
-            for close in (_read_only_and_empty, _with_files_of_somebody, _of_somebody)
-        ),
-    ],
-)
+@pytest.mark.parametrize("close", [_read_only, _read_only_and_empty, _with_files_of_somebody, _of_somebody])
 def test_a_folder_that_we_may_not_use_is_done_without(program: tuple[str, ...], folder: Path, close: Any) -> None:
     with _closed(folder, close):
         _check(program, folder, is_bound=True)

@@ -15,12 +15,14 @@ from .source import compose
 # One tuple for every kernel: CuPy compiles an empty program once per process and tuple to learn the compiler's version.
 OPTIONS = ("-std=c++17",)
 QUIET = "CUPYFLASH_QUIET"  # set to anything: no word about slow first compiles
+_IN_MEMORY = "CUPY_CACHE_IN_MEMORY"
 _SLOW_SECONDS = 1.0
 _OPT_IN_BYTES = 48 * 1024  # of shared memory, above which a kernel must ask for it
 
 _kernels: dict[tuple[Any, int], Any] = {}
 _lock = threading.Lock()
 _notice_given = False
+_unkept_said = False
 
 
 def kernel(plan: Plan[Any], ordinal: int) -> Any:
@@ -36,9 +38,18 @@ def kernel(plan: Plan[Any], ordinal: int) -> Any:
 
 
 def _load(plan: Plan[Any], ordinal: int) -> Any:
+    began = time.perf_counter()
+    try:
+        function = _compiled(plan, ordinal)
+    except OSError as error:  # the cache folder is read-only, another user's, or full
+        function = _compiled_unkept(plan, ordinal, error)
+    _notice(plan, time.perf_counter() - began)
+    return function
+
+
+def _compiled(plan: Plan[Any], ordinal: int) -> Any:
     import cupy
 
-    began = time.perf_counter()
     with cupy.cuda.Device(ordinal):
         module = cupy.RawModule(code=compose(plan.constants), options=OPTIONS)
         try:
@@ -50,7 +61,28 @@ def _load(plan: Plan[Any], ordinal: int) -> Any:
                 f"{plan.kernel} did not compile for sm_{plan.arch} with options {' '.join(OPTIONS)}.\n{error}\n"
                 f"The plan was: {plan}"
             ) from error
-    _notice(plan, time.perf_counter() - began)
+    return function
+
+
+def _compiled_unkept(plan: Plan[Any], ordinal: int, error: OSError) -> Any:
+    """Past CuPy's folder: CuPy looks at the variable anew in each compile."""
+    global _unkept_said
+    before = os.environ.get(_IN_MEMORY)
+    os.environ[_IN_MEMORY] = "1"
+    try:
+        function = _compiled(plan, ordinal)
+    finally:
+        if before is None:
+            del os.environ[_IN_MEMORY]
+        else:
+            os.environ[_IN_MEMORY] = before
+    if not _unkept_said and QUIET not in os.environ:
+        _unkept_said = True
+        print(
+            f"cupyflash: compiled kernels cannot be kept ({error}), so every process compiles its own. Set "
+            f"CUPY_CACHE_DIR to a folder of yours, or {QUIET}=1 to silence this.",
+            file=sys.stderr,
+        )
     return function
 
 

@@ -32,6 +32,12 @@ MAX_HEAD_DIM = HEAD_DIMS[-1]
 MAX_LENGTH = 2**30 - 1  # rows of one sequence axis: kernels keep row numbers and distances in 32 bits
 MAX_BLOCKS = 2**31 - 1  # of a one-dimensional grid
 _CPU = "the NumPy backend does this"
+_TILES: dict[type, Any] = {
+    FwdGeneric: tiles.FwdTile,
+    BwdGeneric: tiles.BwdTile,
+    BwdDqGeneric: tiles.DqTile,
+    BwdDbiasGeneric: tiles.DbiasTile,
+}
 
 
 C = TypeVar("C", bound=Constants, covariant=True)
@@ -141,8 +147,13 @@ def _fitting(
     kind: type[Any], table: dict[int, dict[int, list[Any]]], spec: Spec, device: Device, **more: Any
 ) -> Iterator[Plan[Any]]:
     """Plans of the table's rows that the device can hold, in order."""
+    shared = _score_constants(spec)
+    is_plain = not any(shared[name] for name in ("has_softcap", "has_alibi", "has_bias", "has_dropout"))
     for rank, tile in enumerate(_rows(table, spec)):
-        constants = kind(**_score_constants(spec), **tile._asdict(), **more)
+        sizes = tile._asdict()
+        if sizes.pop("is_tight", False) and not is_plain:
+            continue
+        constants = kind(**shared, **sizes, **more)
         if constants.smem_bytes <= device.smem_bytes and (kind is not BwdGeneric or _divides(constants)):
             why = f"row {rank} of the tile table: the first whose tiles fit {device.smem_bytes} bytes of shared memory"
             yield Plan(constants, device.arch, why)
@@ -228,8 +239,9 @@ def validate(override: Any, chosen: Plan | BackwardPlan) -> Any:
     if type(override) is not type(chosen):
         given, wanted = type(override).__name__, type(chosen).__name__
         raise TypeError(f"`plan` is a {given}; a {wanted} is accepted, as `Attention.plan` returns.")
-    pairs = zip(override, chosen, strict=True) if isinstance(chosen, BackwardPlan) else ((override, chosen),)
-    for given, wanted in pairs:
+    given_plans = tuple(override) if isinstance(override, BackwardPlan) else (override,)
+    wanted_plans = tuple(chosen) if isinstance(chosen, BackwardPlan) else (chosen,)
+    for given, wanted in zip(given_plans, wanted_plans, strict=True):
         if given == wanted:
             continue
         if given is None or wanted is None or given.arch != wanted.arch or not _differs_in_tiles_alone(given, wanted):
@@ -238,14 +250,8 @@ def validate(override: Any, chosen: Plan | BackwardPlan) -> Any:
 
 
 def _differs_in_tiles_alone(given: Plan[Any], wanted: Plan[Any]) -> bool:
-    row = {
-        FwdGeneric: tiles.FwdTile,
-        BwdGeneric: tiles.BwdTile,
-        BwdDqGeneric: tiles.DqTile,
-        BwdDbiasGeneric: tiles.DbiasTile,
-    }
     kind = type(wanted.constants)
-    if type(given.constants) is not kind or kind not in row:
+    if type(given.constants) is not kind or kind not in _TILES:
         return False
-    same_tiles = {name: getattr(given.constants, name) for name in row[kind]._fields}
-    return given.constants == replace(wanted.constants, **same_tiles)
+    sizes = {name: getattr(given.constants, name) for name in _TILES[kind]._fields if name != "is_tight"}
+    return given.constants == replace(wanted.constants, **sizes)

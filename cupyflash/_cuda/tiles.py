@@ -27,6 +27,7 @@ class FwdTile(NamedTuple):
     key_tile: int
     warps: int
     blocks_per_sm: int
+    is_tight: bool = False  # fills the registers: for raw scores without dropout
 
 
 class BwdTile(NamedTuple):
@@ -38,16 +39,19 @@ class BwdTile(NamedTuple):
     key_warps: int  # along the keys, of dk and dv
     query_warps: int  # along the queries, of dq
     blocks_per_sm: int
+    is_tight: bool = False
 
 
 # Swept on an H200 (CUDA 13.0, 2026-11-29), bfloat16, N = 4,096, B N = 16,384, H D = 2,048. Beside a row stand the times
 # of FlashAttention-2 (torch 2.11) over ours, full and causal. Later rows are for less shared memory, unmeasured.
 FWD: dict[int, dict[int, list[FwdTile]]] = {
     2: {
-        32: [FwdTile(128, 128, 4, 2)],  # 0.94, 0.92; 128x64 0.92, 0.70
-        64: [FwdTile(128, 112, 4, 2)],  # 0.95, 0.91; 128x128 0.95, 0.86; 128x64 0.80, 0.78; 8 warps 0.65 to 0.78
-        96: [FwdTile(128, 80, 4, 2)],  # 0.90, 0.87; 128x64 0.83, 0.80
-        128: [FwdTile(128, 64, 4, 2)],  # 0.94, 0.93; 128x48 0.85, 0.82; 8 warps 0.77, 0.76
+        32: [FwdTile(128, 128, 4, 2, True), FwdTile(128, 64, 4, 2)],  # 0.94, 0.92; 128x64 0.92, 0.70
+        # 0.95, 0.91; 128x128 0.95, 0.86; 128x64 0.80, 0.78; 8 warps 0.65 to 0.78
+        64: [FwdTile(128, 112, 4, 2, True), FwdTile(128, 64, 4, 2)],
+        96: [FwdTile(128, 80, 4, 2, True), FwdTile(128, 48, 4, 2)],  # 0.90, 0.87; 128x64 0.83, 0.80
+        # 0.94, 0.93; 128x48 0.85, 0.82; 8 warps 0.77, 0.76
+        128: [FwdTile(128, 64, 4, 2, True), FwdTile(128, 32, 4, 2)],
         192: [FwdTile(128, 64, 8, 1), FwdTile(64, 64, 4, 1)],
         256: [FwdTile(64, 64, 4, 2), FwdTile(64, 32, 4, 1)],  # 0.93, 0.95; 128x64 with 8 warps 0.86, 0.85
     },
@@ -71,9 +75,9 @@ FWD: dict[int, dict[int, list[FwdTile]]] = {
 BWD: dict[int, dict[int, list[BwdTile]]] = {
     2: {
         # 0.83, 0.87; 64x128 0.68, 0.69
-        32: [BwdTile(128, 128, 2, 8, 4, 4, 4, 1), BwdTile(64, 128, 2, 8, 2, 4, 4, 1)],
+        32: [BwdTile(128, 128, 2, 8, 4, 4, 4, 1, True), BwdTile(64, 128, 2, 8, 2, 4, 4, 1)],
         # 0.95, 0.95; 64x128 0.74, 0.75; one stage 0.82, 0.84
-        64: [BwdTile(128, 128, 2, 8, 4, 4, 4, 1), BwdTile(64, 128, 1, 8, 2, 4, 4, 1)],
+        64: [BwdTile(128, 128, 2, 8, 4, 4, 4, 1, True), BwdTile(64, 128, 1, 8, 2, 4, 4, 1)],
         96: [BwdTile(64, 128, 2, 8, 2, 4, 4, 1), BwdTile(64, 64, 2, 8, 2, 4, 4, 1)],
         # 0.95, 0.92; 4 query warps 0.94, 0.90; one stage 0.82, 0.84; 64x64 0.65 to 0.71
         128: [
@@ -153,25 +157,28 @@ DBIAS: dict[int, dict[int, list[DbiasTile]]] = {
         256: [DbiasTile(16, 16, 1)],
     },
 }
-_INVARIANTS = "loop invariants that ptxas parks outside the main loop at 255 registers"
+_BOOKKEEPING = "fragments fill all 255 registers; some addresses and bounds are reloaded once a tile"
 _WIDE_ROWS = "one warp's output rows alone take 128 registers"
-# Register spills that are known and accepted: (constants, element, larger head-dim tile) -> (bytes, reason), of any
-# architecture under NVRTC 12.9.
+_WIDE_DOUBLES = "a warp's rows of 256 doubles exceed a lane's registers: correct, and slow"
+_ADDRESSES = "addresses of three strided arrays, in a kernel that waits for memory"
+# Register spills that are known and accepted: (constants, element, larger head-dim tile) -> (bytes, reason), the
+# largest of any architecture and feature under NVRTC 12.9. The 16-bit types share a figure.
 SPILLS: dict[tuple[str, str, int], tuple[int, str]] = {
-    ("FwdGeneric", "bfloat16", 32): (96, _INVARIANTS),
-    ("FwdGeneric", "float16", 32): (96, _INVARIANTS),
-    ("FwdGeneric", "bfloat16", 64): (96, _INVARIANTS),
-    ("FwdGeneric", "float16", 64): (96, _INVARIANTS),
-    ("FwdGeneric", "bfloat16", 128): (72, _INVARIANTS),
-    ("FwdGeneric", "float16", 128): (72, _INVARIANTS),
-    ("FwdGeneric", "float32", 192): (48, _WIDE_ROWS),
-    ("FwdGeneric", "float32", 256): (288, _WIDE_ROWS),
-    ("BwdGeneric", "bfloat16", 64): (56, _INVARIANTS),
-    ("BwdGeneric", "float16", 64): (56, _INVARIANTS),
-    ("BwdGeneric", "bfloat16", 128): (88, _INVARIANTS),
-    ("BwdGeneric", "float16", 128): (88, _INVARIANTS),
-    ("BwdGeneric", "bfloat16", 256): (32, _INVARIANTS),
-    ("BwdGeneric", "float16", 256): (32, _INVARIANTS),
-    ("BwdGeneric", "float32", 256): (240, "the smallest tiles for 99 KiB leave each warp 16 x 128 of dk and of dv"),
-    ("MergeStatesBwd", "any", 0): (16, "addresses of three strided arrays, in a kernel that waits for memory"),
+    ("FwdGeneric", "16-bit", 32): (48, _BOOKKEEPING),
+    ("FwdGeneric", "16-bit", 64): (80, _BOOKKEEPING),
+    ("FwdGeneric", "16-bit", 128): (80, _BOOKKEEPING),
+    ("FwdGeneric", "float32", 192): (80, _WIDE_ROWS),
+    ("FwdGeneric", "float32", 256): (320, _WIDE_ROWS),
+    ("FwdGeneric", "float64", 256): (2784, _WIDE_DOUBLES),
+    ("BwdPreprocess", "16-bit", 0): (32, _ADDRESSES),
+    ("BwdPreprocess", "float64", 0): (32, _ADDRESSES),
+    ("BwdGeneric", "16-bit", 64): (32, _BOOKKEEPING),
+    ("BwdGeneric", "16-bit", 96): (64, _BOOKKEEPING),
+    ("BwdGeneric", "16-bit", 128): (48, _BOOKKEEPING),
+    ("BwdGeneric", "16-bit", 256): (96, _BOOKKEEPING),
+    ("BwdGeneric", "float32", 256): (208, _BOOKKEEPING),
+    ("BwdGeneric", "float64", 256): (2464, _WIDE_DOUBLES),
+    ("BwdDqGeneric", "16-bit", 32): (96, _BOOKKEEPING),
+    ("BwdDbiasGeneric", "16-bit", 192): (80, _BOOKKEEPING),
+    ("BwdDbiasGeneric", "16-bit", 256): (64, _BOOKKEEPING),
 }

@@ -41,8 +41,20 @@ struct ScoreMap {
       bias = static_cast<const typename S::BiasElement*>(p.bias) + s.index * p.bias_stride_b + head * p.bias_stride_h;
   }
 
-  // s -> x of a visible pair; `derivative` becomes 1 - (x_softcapped / c)^2, or stays 1.
-  __device__ __forceinline__ T change(T s, int query, int key, T& derivative) const {
+  // What one row of a warp's tile needs, from its first column on.
+  struct Row {
+    T distance;  // p - r at the first column
+    const typename S::BiasElement* bias;
+  };
+  __device__ __forceinline__ Row row_of(int query, int key) const {
+    Row row{0, nullptr};
+    if constexpr (S::kHasAlibi) row.distance = static_cast<T>(query + shift - key);
+    if constexpr (S::kHasBias) row.bias = bias + query * bias_stride_q + key * bias_stride_k;
+    return row;
+  }
+
+  // s -> x of a visible pair `offset` columns on; `derivative` becomes 1 - (x_softcapped / c)^2, or stays 1.
+  __device__ __forceinline__ T change(T s, const Row& row, int offset, T& derivative) const {
     derivative = 1;
     if constexpr (S::kIsRaw) return S::kIsScaleNegative ? -s : s;
     T x = scale * s;
@@ -53,11 +65,8 @@ struct ScoreMap {
       derivative = 1 - t * t;
       x = softcap * t;
     }
-    if constexpr (S::kHasAlibi) {
-      const int distance = query + shift - key;
-      x -= slope * static_cast<T>(distance < 0 ? -distance : distance);
-    }
-    if constexpr (S::kHasBias) x += convert<T>(bias[query * bias_stride_q + key * bias_stride_k]);
+    if constexpr (S::kHasAlibi) x -= slope * ptx::abs(row.distance - static_cast<T>(offset));
+    if constexpr (S::kHasBias) x += convert<T>(row.bias[offset * bias_stride_k]);
     return x;
   }
 
@@ -67,18 +76,25 @@ struct ScoreMap {
   __device__ __forceinline__ bool apply(warp::Fragment<kM, kN, T>& s, int query, int key, warp::Fragment<kM, kN, T>* derivative) const {
     const bool is_full = band.is_full(query, 16 * kM, key, 8 * kN);
     if (S::kIsRaw && !S::kIsScaleNegative && is_full) return true;
+    const int first_col = key + warp::fragment_col(0);
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
-      for (int n = 0; n < kN; ++n)
+      for (int half = 0; half < 2; ++half) {
+        const int query_row = query + 16 * m + warp::fragment_row(2 * half);
+        const Row row = row_of(query_row, first_col);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = query + 16 * m + warp::fragment_row(i), col = key + 8 * n + warp::fragment_col(i);
-          T slope = 1, x = -kInfinity;
-          if (is_full || band.is_visible(row, col)) x = change(s.x[m][n][i], row, col, slope);
-          s.x[m][n][i] = x;
-          if (derivative) derivative->x[m][n][i] = slope;
-        }
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int offset = 8 * n + i;
+            T& score = s.x[m][n][2 * half + i];
+            T slope = 1, x = -kInfinity;
+            if (is_full || band.is_visible(query_row, first_col + offset)) x = change(score, row, offset, slope);
+            score = x;
+            if (derivative) derivative->x[m][n][2 * half + i] = slope;
+          }
+      }
     return is_full && !S::kHasBias;
   }
 };
