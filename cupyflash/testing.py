@@ -76,9 +76,13 @@ def reference_bwd(
     return _Formula(np.float64).backward(inputs, dout, out, lse, delta, dlse)
 
 
-def peer(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Array]:
-    """The reference's formula in float32, with P rounded to q's dtype before P.V; float64 inputs stay in float64."""
-    return _Formula.rounding_like(q.dtype).forward(_Inputs.of(q, k, v, options))
+def peer(q: Array, k: Array, v: Array, *, grid: float = 0.0, **options: Any) -> tuple[Array, Array]:
+    """The reference's formula in float32, with P rounded to q's dtype before P.V; float64 inputs stay in float64.
+
+    `grid` in [0, 1) moves what 16-bit values are rounded to: another draw of the same errors, where a result is so
+    small that one draw may be lucky.
+    """
+    return _Formula.rounding_like(q.dtype, grid).forward(_Inputs.of(q, k, v, options))
 
 
 def peer_bwd(
@@ -91,11 +95,12 @@ def peer_bwd(
     lse: Array | None = None,
     delta: Array | None = None,
     dlse: Array | None = None,
+    grid: float = 0.0,
     **options: Any,
 ) -> dict[str, Array]:
-    """The gradients in float32, with out, P, dO and dS rounded to q's dtype."""
+    """The gradients in float32, with out, P and dS rounded to q's dtype; `grid` as in `peer`."""
     inputs = _Inputs.of(q, k, v, options)
-    return _Formula.rounding_like(q.dtype).backward(inputs, dout, out, lse, delta, dlse)
+    return _Formula.rounding_like(q.dtype, grid).backward(inputs, dout, out, lse, delta, dlse)
 
 
 def rounding_terms(
@@ -313,14 +318,15 @@ class _Formula:
     absolute: bool = False
 
     @classmethod
-    def rounding_like(cls, dtype: Any) -> _Formula:
+    def rounding_like(cls, dtype: Any, grid: float = 0.0) -> _Formula:
         """What a kernel does with inputs of this dtype; for 16 bits tanh may be the hardware's, good to 2**-11."""
+        steps, stretch = np.float32(2**10), np.float32(1 + grid)
         if np.dtype(dtype).itemsize > 2:
             return cls(np.dtype(dtype).type)
         return cls(
             np.float32,
-            rounded=lambda x: x.astype(dtype).astype(np.float32),
-            tanh=lambda x: np.round(np.tanh(x) * np.float32(2**10)) / np.float32(2**10),
+            rounded=lambda x: (x * stretch).astype(dtype).astype(np.float32) / stretch,
+            tanh=lambda x: (np.round(np.tanh(x) * steps + np.float32(grid)) - np.float32(grid)) / steps,
         )
 
     def forward(self, inputs: _Inputs) -> tuple[Array, Array]:
@@ -393,7 +399,7 @@ class _Formula:
         lse, delta = (array[sequence.batch, :, sequence.rows] for array in (lse, delta))  # [Hq, Nq]
         has_no_key = np.isneginf(lse)
         delta = np.where(has_no_key, 0, delta)
-        d_o = self.rounded(dout[sequence.batch, sequence.rows].swapaxes(0, 1))
+        d_o = self._cast(dout[sequence.batch, sequence.rows].astype(inputs.q.dtype)).swapaxes(0, 1)
         d_o = self._sign(np.where(has_no_key[..., None], 0, d_o))  # [Hq, Nq, Dv]
         q = self._cast(sequence.q).swapaxes(0, 1)
         k, v = self._per_head(inputs, sequence.k), self._per_head(inputs, sequence.v)

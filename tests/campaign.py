@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,10 @@ from tests.cases import DTYPES
 from tests.random_problems import FEATURES, KIND_SHIFT, Choices, Problem, draw
 
 Array = Any  # a NumPy array of any float dtype, or the backend's own
+
+_GRIDS = tuple(n / 8 for n in range(8))
+_FEW_VALUES = 256
+_SMALL = 20_000  # values in all: beyond, the draws take longer than they are worth
 
 # ------------------------------------------------------------------------------------------------ memory
 
@@ -145,7 +149,12 @@ def judge(backend: Backend, problem: Problem) -> None:
     q, k, v = (problem.arrays[name] for name in ("q", "k", "v"))
     shared = {name: array for name, array in problem.arrays.items() if name not in ("q", "k", "v")} | problem.options
     expected_out, expected_lse = reference(q, k, v, **shared)
-    plain_out, plain_lse = peer(q, k, v, **shared)
+    grids = _grids(problem)
+    plain_out, plain_lse = map(
+        _farthest,
+        (expected_out, expected_lse),
+        zip(*(peer(q, k, v, grid=grid, **shared) for grid in grids), strict=True),
+    )
     out_dtype = DTYPES[problem.options.get("out_dtype", str(q.dtype))]
     _assert_in_range(expected_out, plain_out, out_dtype)
 
@@ -189,7 +198,8 @@ def _judge_backward(
 ) -> None:
     q, k, v = (problem.arrays[name] for name in ("q", "k", "v"))
     expected = reference_bwd(q, k, v, dout, **state, **shared)
-    plain = peer_bwd(q, k, v, dout, **state, **shared)
+    draws = [peer_bwd(q, k, v, dout, grid=grid, **state, **shared) for grid in _grids(problem)]
+    plain = {name: _farthest(grad, [draw[name] for draw in draws]) for name, grad in expected.items()}
     dtypes = {name: _gradient_dtype(problem, name) for name in expected}
     for name, grad in expected.items():
         _assert_in_range(grad, plain[name], dtypes[name])
@@ -291,6 +301,25 @@ def _workspace(
     bytes_around = arena.output("workspace", (1, size + 64), np.uint8, "contiguous")
     arena.placed["workspace"].writable[size:] = False
     return {"workspace": bytes_around[0, :size]}
+
+
+def _grids(problem: Problem) -> tuple[float, ...]:
+    """Draws of the peer: one where results have many values, several where the largest of a few errors is luck."""
+    sizes = [
+        math.prod(problem.out_shape),
+        *(array.size for array in problem.arrays.values() if array.dtype.kind == "f"),
+    ]
+    is_small = problem.q.itemsize == 2 and min(sizes) <= _FEW_VALUES
+    return _GRIDS if is_small and sum(sizes) <= _SMALL else _GRIDS[:1]
+
+
+def _farthest(expected: np.ndarray, draws: Sequence[np.ndarray]) -> np.ndarray:
+    """Of each value the draw that is farthest from the expected one."""
+    stacked = np.stack(draws)
+    with np.errstate(invalid="ignore"):
+        errors = np.abs(stacked.astype(np.float64) - expected)
+    worst = np.where(np.isnan(errors), -1, errors).argmax(axis=0)
+    return np.take_along_axis(stacked, worst[None], axis=0)[0]
 
 
 def _foreign(problem: Problem, out: np.ndarray, lse: np.ndarray) -> dict[str, np.ndarray]:

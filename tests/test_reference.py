@@ -20,6 +20,7 @@ from cupyflash.testing import (
     reference,
     reference_bwd,
 )
+from tests.cases import DTYPES
 
 Random = np.random.Generator
 LN2, LN3, LN4, LN8 = (math.log(n) for n in (2, 3, 4, 8))
@@ -293,3 +294,12 @@ def test_flops_count_visible_pairs(len_q: int, len_k: int, options: dict[str, An
     sizes: dict[str, Any] = {"batch": 3, "len_q": len_q, "len_k": len_k, "heads_q": 2, "head_dim": 8, "head_dim_v": 5}
     assert flops(**sizes, **options) == 3 * 2 * pairs * 2 * (8 + 5)
     assert flops(**sizes, **options, backward=True) == 3 * 2 * pairs * 2 * (3 * 8 + 2 * 5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_products_see_dout_in_the_dtype_of_q_and_delta_as_it_comes(dtype: str, rng: np.random.Generator) -> None:
+    q, k, v = (rng.standard_normal((1, 9, 2, 8)).astype(DTYPES[dtype]) for _ in range(3))
+    dout = rng.standard_normal(q.shape).astype(np.float32)
+    full, rounded = (reference_bwd(q, k, v, x) for x in (dout, dout.astype(q.dtype)))
+    np.testing.assert_array_equal(full["dv"], rounded["dv"])
+    assert (full["dq"] != rounded["dq"]).any()
