@@ -19,6 +19,7 @@ constexpr bool kOnTensorCores = kIsHalf<Element>;
 using Accum = AccumOf<Element>::Type;
 using Stats = attn::RowStats<Accum>;
 static_assert(kQueryTile == kWarps * kM * 16, "a warp owns whole 16-row tiles");
+static_assert(kKeyTile % 16 == 0 && kHeadDim % 16 == 0);
 static_assert(attn::kRowPad % kQueryTile == 0, "workspaces are padded to whole tiles");
 
 template <bool>

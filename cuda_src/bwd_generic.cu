@@ -29,6 +29,8 @@ constexpr int kKeyNV = kHeadDimV / (kWarps / kKeyWarps) / 8;
 constexpr int kQueryM = kQueryTile / kQueryWarps / 16;
 constexpr int kQueryN = kHeadDim / (kWarps / kQueryWarps) / 8;
 static_assert(kScoreM * 16 * kScoreWarps == kQueryTile && kScoreN * 8 * (kWarps / kScoreWarps) == kKeyTile);
+static_assert(kKeyN * 8 * (kWarps / kKeyWarps) == kHeadDim && kKeyNV * 8 * (kWarps / kKeyWarps) == kHeadDimV);
+static_assert(kQueryN * 8 * (kWarps / kQueryWarps) == kHeadDim);
 static_assert(kQueryTile <= kThreads, "a thread watches over one row's statistics");
 static_assert(kKeyM * 16 * kKeyWarps == kKeyTile && kQueryM * 16 * kQueryWarps == kQueryTile);
 

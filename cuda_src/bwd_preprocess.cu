@@ -15,6 +15,13 @@ constexpr int kWidest = sizeof(OutElement) > sizeof(DoutElement) ? sizeof(OutEle
 constexpr int kVector = kCopyBytes > kWidest ? kCopyBytes / kWidest : 1;
 static_assert(attn::kRowPad % kQueryTile == 0, "workspaces are padded to whole tiles");
 
+// lse log2(e); a finite one stays finite, since x - inf would be a NaN.
+__device__ __forceinline__ Accum in_base_2(Accum lse) {
+  constexpr Accum kLargest = sizeof(Accum) == 4 ? 3.4028234e38 : 1.7976931348623157e308;
+  const Accum scaled = lse * Accum(kLog2E);
+  return ptx::abs(lse) <= kLargest ? clamp(scaled, -kLargest, kLargest) : scaled;
+}
+
 template <class T>
 struct alignas(sizeof(T) * kVector) Vector { T x[kVector]; };
 
@@ -66,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) bwd_preprocess(const 
       const OutElement* out = params.out.data && is_used ? row_of<OutElement>(params.out, seq, head, row) : nullptr;
       if (params.dout_rounded) {
         Element* rounded = static_cast<Element*>(params.dout_rounded) +
-            ((static_cast<int64>(seq.batch) * problem.len_q + seq.q_begin + row) * problem.heads_q + head) * problem.head_dim_v;
+            ((static_cast<int64>(seq.batch) * problem.len_q + seq.q_begin + row) * problem.heads_q + head) * params.rounded_cols;
         for_columns(dout, out, problem.head_dim_v, [&](int col, DoutElement d, Accum o) {
           rounded[col] = convert<Element>(d);
           delta += convert<Accum>(d) * o;
@@ -85,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) bwd_preprocess(const 
     if (is_row && is_lead && params.delta_out.data) *row_of<Accum>(params.delta_out, seq, head, row) = delta;
     if (params.stats && is_lead && !seq.is_slack)
       static_cast<attn::RowStats<Accum>*>(params.stats)[padded_begin + row_in_tile] = {
-          is_used ? lse * Accum(kLog2E) : Accum(kInfinity), delta};
+          is_used ? in_base_2(lse) : Accum(kInfinity), delta};
   }
   if (params.dq_accum && !seq.is_slack) {
     using Chunk = tile::Chunk<Accum>;

@@ -131,6 +131,7 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
 
   const int rows = query_end - query_begin - warp_row;
   const bool has_sink = params.scores.sink && !seq.is_slack;
+  const Accum unit = params.scores.fold * kLn2;
   const Accum sink = has_sink ? static_cast<const Accum*>(params.scores.sink)[head] : Accum(0);
   Accum* lse = static_cast<Accum*>(params.lse.data) + seq.batch * params.lse.stride_b + head * params.lse.stride_h +
                seq.q_begin + query_begin + warp_row;
@@ -139,7 +140,7 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       Accum factor;
-      const Accum row_lse = softmax.finish(m, half, fold, has_sink, sink, factor);
+      const Accum row_lse = softmax.finish(m, half, unit, has_sink, sink, factor);
       const int row = 16 * m + warp::fragment_row(2 * half);
       if (row < rows && warp::lane() % 4 == 0) lse[row] = row_lse;
       const bool is_empty = factor == 0;  // selected, not multiplied: zero even where v holds a NaN

@@ -161,7 +161,7 @@ def spec_of(row: dict[str, Any]) -> Spec:
 
 @dataclass(frozen=True)
 class Report:
-    """What ptxas says of one binary. `log` is the whole word of a compile that failed."""
+    """What ptxas says of one binary. `log` is the whole word of a compile that failed or warned."""
 
     registers: int
     spill_bytes: int
@@ -184,6 +184,8 @@ def compile_to_report(plan: Plan[Any]) -> Report:
     except nvrtc.NVRTCError:
         return Report(0, 0, nvrtc.getProgramLog(program))
     log = nvrtc.getProgramLog(program)
+    if "warning" in log:
+        return Report(0, 0, log)
     spills = [int(found) for found in re.findall(r"(\d+) bytes spill", log)]
     registers = [int(found) for found in re.findall(r"Used (\d+) registers", log)]
     if not spills or not registers:

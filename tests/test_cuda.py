@@ -160,3 +160,84 @@ def test_the_first_call_is_quick_and_the_next_process_compiles_nothing(tmp_path:
     assert cold <= FIRST_CALL_SECONDS
     assert warm < cold
     assert stored > 0 and stored_after == stored
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("dim", "dim_v"), [(96, 70), (128, 128), (192, 64), (256, 256), (33, 193)])
+def test_wide_rows_of_doubles_are_loaded_whole(
+    gpu: CupyBackend, dim: int, dim_v: int, deterministic: bool, rng: Random
+) -> None:
+    """A block may have fewer threads than a row has copies. Every kernel of float64, dbias too."""
+    q, k = (rng.standard_normal((1, length, heads, dim)) for length, heads in ((37, 4), (50, 2)))
+    v, dout = rng.standard_normal((1, 50, 2, dim_v)), rng.standard_normal((1, 37, 4, dim_v))
+    bias = rng.standard_normal((1, 4, 37, 50))
+    arrays = [gpu.put(array) for array in (q, k, v)]
+    attention = cf.Attention(causal=True, deterministic=deterministic)
+    saved = attention.fwd(*arrays, bias=gpu.put(bias))
+    grads = attention.bwd(*arrays, *saved, gpu.put(dout), bias=gpu.put(bias))
+    options: dict[str, Any] = {"causal": True, "bias": bias}
+    testing.check_forward(gpu.get(saved.out), gpu.get(saved.lse), q, k, v, name="wide", **options)
+    host = [gpu.get(array) for array in saved]
+    gradients = type(grads)(*(gpu.get(grad) for grad in grads))
+    testing.check_backward(gradients, q, k, v, dout, out=host[0], lse=host[1], name="wide", **options)
+
+
+@pytest.mark.parametrize(("dtype", "dim_v"), [(BF16, 20), (BF16, 7), (np.float64, 3), (np.float64, 5)])
+def test_a_float32_dout_beside_narrow_values_is_aligned_by_itself(
+    gpu: CupyBackend, dtype: Any, dim_v: int, rng: Random
+) -> None:
+    """v is a slice of wider rows; dout and out are float32 with rows of Dv floats, and the products round dout."""
+    q, k = (_draw(rng, 1, 70, 2, 64, dtype=dtype) for _ in range(2))
+    v, dout = _draw(rng, 1, 70, 2, 32, dtype=dtype)[..., :dim_v], _draw(rng, 1, 70, 2, dim_v, dtype=np.float32)
+    wide = gpu.xp.zeros((1, 70, 2, 32), dtype)
+    wide[..., :dim_v] = gpu.put(np.ascontiguousarray(v))
+    arrays = [gpu.put(q), gpu.put(k), wide[..., :dim_v]]
+    saved = cf.attn_fwd(*arrays, out_dtype="float32")
+    grads = cf.attn_bwd(*arrays, *saved, gpu.put(dout), grad_dtype="float32")
+    host = [gpu.get(array) for array in saved]
+    gradients = type(grads)(*(gpu.get(grad) for grad in grads))
+    options: dict[str, Any] = {"out": host[0], "lse": host[1], "grad_dtype": "float32"}
+    testing.check_backward(gradients, q, k, v, dout, name="narrow", **options)
+
+
+@pytest.mark.parametrize("scale", [1e-39, -1e-45, 1e-30])
+def test_a_scale_near_zero_is_nearly_zero(gpu: CupyBackend, scale: float, rng: Random) -> None:
+    """Its float is subnormal, which a GPU takes for zero; masked scores are still masked."""
+    arrays = [gpu.put(_draw(rng, 1, 70, 2, 64, dtype=np.float32)) for _ in range(3)]
+    out, lse = cf.attn_fwd(*arrays, causal=True, scale=scale)
+    zero = cf.attn_fwd(*arrays, causal=True, scale=0.0)
+    assert gpu.get(out).tobytes() == gpu.get(zero.out).tobytes()
+    assert np.isfinite(gpu.get(lse)).all()
+
+
+def test_a_row_of_the_least_bias_is_finite(gpu: CupyBackend, rng: Random) -> None:
+    """finfo.min is what others write for 'masked': the LSE, the output and the gradients stay finite."""
+    q, k, v, dout = (gpu.put(_draw(rng, 1, 40, 2, 64, dtype=np.float32)) for _ in range(4))
+    bias = np.zeros((40, 40), np.float32)
+    bias[7] = np.finfo(np.float32).min
+    out, lse = cf.attn_fwd(q, k, v, bias=gpu.put(bias))
+    assert np.isfinite(gpu.get(lse)).all()
+    np.testing.assert_allclose(gpu.get(lse)[0, :, 7], np.finfo(np.float32).min, rtol=1e-6)
+    for grad in cf.attn_bwd(q, k, v, out, lse, dout, bias=gpu.put(bias)):
+        assert np.isfinite(gpu.get(grad)).all()
+
+
+def test_no_sequence_at_all(gpu: CupyBackend, rng: Random) -> None:
+    """Packed rows without a sequence: zeros, and no per-sequence array is looked into."""
+    q, k, v, dout = (gpu.put(_draw(rng, 5, 2, 32)) for _ in range(4))
+    none = gpu.xp.zeros(1, np.int32)
+    packed: dict[str, Any] = {"layout": "thd", "cu_seqlens_q": none, "cu_seqlens_k": none}
+    slopes = gpu.xp.zeros((0, 2), np.float32)
+    out, lse = cf.attn_fwd(q, k, v, alibi_slopes=slopes, **packed)
+    assert not gpu.get(out).any()
+    assert np.isneginf(gpu.get(lse)).all()
+    for grad in cf.attn_bwd(q, k, v, out, lse, dout, alibi_slopes=slopes, **packed):
+        assert not gpu.get(grad).any()
+
+
+def test_a_window_reaches_as_far_as_positions_do(gpu: CupyBackend, rng: Random) -> None:
+    arrays = [gpu.put(_draw(rng, 1, 8, 1, 32, dtype=np.float32)) for _ in range(3)]
+    for window in ((2**30 + 5, 0), (2**31 + 3, 0)):
+        out, _ = cf.attn_fwd(*arrays, window=window, q_start=2**31)
+        visible = 2**31 - window[0] <= np.arange(8)[None, :] - np.arange(8)[:, None]
+        assert (gpu.get(out)[0, :, 0].any(-1) == visible.any(-1)).all()

@@ -97,18 +97,18 @@ def test_a_device_too_small_is_named_with_what_it_has() -> None:
 def test_a_caller_may_change_tiles_and_nothing_else() -> None:
     chosen = plan_forward(spec(), KNOWN[90])
     other = replace(chosen, constants=replace(chosen.constants, key_tile=64))
-    assert validate(other, chosen) is other
+    assert validate(other, chosen, KNOWN[90]) is other
     for wrong in (
         replace(chosen, constants=replace(chosen.constants, is_masked=True)),
         replace(chosen, constants=replace(chosen.constants, element="float16")),
         replace(chosen, arch=80),
     ):
         with pytest.raises(ValueError, match="plan"):
-            validate(wrong, chosen)
+            validate(wrong, chosen, KNOWN[90])
     with pytest.raises(TypeError, match="BackwardPlan"):
-        validate(plan_backward(spec(), KNOWN[90]), chosen)
+        validate(plan_backward(spec(), KNOWN[90]), chosen, KNOWN[90])
     with pytest.raises(TypeError, match="str"):
-        validate("fwd_generic", chosen)
+        validate("fwd_generic", chosen, KNOWN[90])
 
 
 def test_a_negative_scale_is_a_switch_only_where_scores_stay_raw() -> None:

@@ -12,6 +12,7 @@ import pytest
 from cupyflash._cuda import constants, params, source
 from cupyflash._cuda.constants import KERNELS
 from cupyflash._cuda.device import KNOWN
+from cupyflash._cuda.plan import ROW_PAD
 from tests import binaries
 
 HEADER = (source.root() / "include" / "params.cuh").read_text(encoding="utf-8")
@@ -90,10 +91,8 @@ def test_the_packed_struct_mirrors_the_header(name: str) -> None:
 
 def test_header_and_host_agree_on_shared_numbers() -> None:
     assert f"constexpr int kMergeStates = {params.MERGE_STATES};" in HEADER
-    from cupyflash import _cuda
-
     text = (source.root() / "include" / "attn" / "sequence.cuh").read_text(encoding="utf-8")
-    assert f"constexpr int kRowPad = {_cuda.ROW_PAD};" in text
+    assert f"constexpr int kRowPad = {ROW_PAD};" in text
 
 
 @pytest.mark.parametrize("kernel", params.PARAMS)

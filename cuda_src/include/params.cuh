@@ -81,11 +81,11 @@ struct BwdPreprocessParams {
   Tensor delta_out;             // [B, Hq, Nq]; null data: not wanted
   void* stats;                  // [Hq, padded rows] (lse log2(e), delta); null: not wanted
   void* dq_accum;               // [Hq, padded rows, accum_cols] Accum, zeroed here; null: not wanted
-  void* dout_rounded;           // [B, Nq, Hq, Dv] contiguous in q's type; null: dout has it already
+  void* dout_rounded;           // [B, Nq, Hq, rounded_cols] in q's type; null: dout has it already
   const void* sink;             // [Hq] Accum
   void* dsink_parts;            // [Hq, blocks of a head] Accum; null: no sink
   int accum_cols;               // the main kernel's kHeadDim
-  int padding;
+  int rounded_cols;             // Dv up to whole 16 bytes
 };
 
 struct BwdParams {              // of bwd_generic and bwd_dq_generic

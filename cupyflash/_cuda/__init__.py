@@ -11,21 +11,21 @@ from .arguments import NO_TENSOR, TYPE_CODES, per_row, pointer, problem, rows, s
 from .constants import ITEM_BYTES, BwdDbiasGeneric, BwdPreprocess, FwdGeneric, MergeStates, MergeStatesBwd, accum_of
 from .launch import run
 from .params import MERGE_STATES
-from .plan import BackwardPlan, Plan
+from .plan import ROW_PAD, BackwardPlan, Plan
 
 if TYPE_CHECKING:
     from .._merge import MergeCall
 
-ROW_PAD = 128  # kRowPad of attn/sequence.cuh: rows of per-row workspaces, a sequence
 _ALIGN = 256  # bytes, of each part of a workspace
 
 
 def plan(spec: Spec, call: Call, *, backward: bool, override: object | None = None) -> Any:
     """Which kernels serve the call, and why. Raises UnsupportedError; an override is validated, never adjusted."""
-    _plan.refuse_sizes(call)
+    _plan.refuse_values(call)
     choose = _plan.backward if backward else _plan.forward
-    chosen = choose(spec, _device.of(call.device))
-    return chosen if override is None else _plan.validate(override, chosen)
+    device = _device.of(call.device)
+    chosen = choose(spec, device)
+    return chosen if override is None else _plan.validate(override, chosen, device)
 
 
 def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric]) -> None:
@@ -60,12 +60,12 @@ def backward(spec: Spec, call: Call, plan: BackwardPlan) -> None:
     stats, dq_accum, parts, rounded = addresses
     where = problem(spec, call, plan.preprocess.constants.query_tile, main.key_tile)
     query_blocks = _blocks(call, call.len_q, plan.preprocess.constants.query_tile, spec.heads_q)
-    _run_preprocess(plan.preprocess, query_blocks, call, where, None, addresses, main.head_dim)
+    _run_preprocess(plan.preprocess, query_blocks, call, where, None, addresses, (main.head_dim, _rounded_cols(spec)))
 
     dout = rows(call.dout)
     if rounded:
-        dim, heads = spec.head_dim_v, spec.heads_q
-        dout = (rounded, call.len_q * heads * dim, heads * dim, dim)
+        cols, heads = _rounded_cols(spec), spec.heads_q
+        dout = (rounded, call.len_q * heads * cols, heads * cols, cols)
     inputs = (*scores(spec, call), *rows(call.q), *rows(call.k), *rows(call.v), *dout)
     gradients = (*rows(call.dq), *rows(call.dk), *rows(call.dv), stats, dq_accum)
     key_blocks = _blocks(call, call.len_k, main.key_tile, spec.heads_kv)
@@ -102,7 +102,7 @@ def _run_dbias(plan: Plan[BwdDbiasGeneric], call: Call, values: tuple[Any, ...])
 def preprocess(call: Call) -> None:
     """Write delta = rowsum(dout * out) - dlse."""
     out, dout = _given(call.out), _given(call.dout)
-    _plan.refuse_sizes(call)
+    _plan.refuse_values(call)
     heads, dim = out.shape[2], out.shape[3]
     element = "float64" if _given(call.delta).dtype == "float64" else "float32"
     constants = BwdPreprocess(element, out.dtype, dout.dtype, copy_bytes=1)
@@ -110,7 +110,7 @@ def preprocess(call: Call) -> None:
     tiles = tiles_of(call.len_q, constants.query_tile, call)
     where = (*(0,) * 9, call.batch, call.len_q, 0, heads, heads, dim, dim, tiles, 0, 0, 0, 0)
     blocks = _blocks(call, call.len_q, constants.query_tile, heads)
-    _run_preprocess(plan, blocks, call, where, call.delta, (0, 0, 0, 0), 0)
+    _run_preprocess(plan, blocks, call, where, call.delta, (0, 0, 0, 0), (0, 0))
 
 
 def merge(call: MergeCall) -> None:
@@ -178,7 +178,7 @@ def _run_preprocess(
     where: tuple[Any, ...],
     delta_out: View | None,
     workspace: tuple[int, int, int, int],
-    accum_cols: int,
+    cols: tuple[int, int],
 ) -> None:
     is_computed = call.delta is None or delta_out is not None
     stats, dq_accum, dsink_parts, rounded = workspace
@@ -195,8 +195,7 @@ def _run_preprocess(
         rounded,
         pointer(call.sink),
         dsink_parts,
-        accum_cols,
-        0,
+        *cols,
     )
     run(plan, blocks, values, call.device, call.stream)
 
@@ -213,13 +212,19 @@ def _workspace_parts(spec: Spec, call: Call) -> tuple[int, int, int, int]:
     padded_rows = padded * call.batch if call.cu_seqlens_q is None else padded + call.batch * ROW_PAD
     per_head = spec.heads_q * padded_rows
     sequences = call.batch if call.cu_seqlens_q is None else 1
-    rounded = sequences * call.len_q * spec.heads_q * spec.head_dim_v * ITEM_BYTES[spec.dtype]
+    rounded = sequences * call.len_q * spec.heads_q * _rounded_cols(spec) * ITEM_BYTES[spec.dtype]
     return (
         2 * accum * per_head,
         0 if spec.deterministic else accum * per_head * _plan.head_dim_tile(spec.head_dim),
         0 if call.sink is None else accum * _blocks(call, call.len_q, ROW_PAD, spec.heads_q),
         0 if spec.dout_dtype == spec.dtype else rounded,
     )
+
+
+def _rounded_cols(spec: Spec) -> int:
+    """Columns of a row of rounded dout: whole 16 bytes, so that rows are copied as wide as any."""
+    whole = 16 // ITEM_BYTES[spec.dtype]
+    return -(-spec.head_dim_v // whole) * whole
 
 
 def _addresses(workspace: View, sizes: tuple[int, int, int, int]) -> tuple[int, int, int, int]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from .._spec import Call, Spec, View
 
-UNBOUNDED = 2**40  # a window bound further than any position
+UNBOUNDED = 2**62  # a window bound further than any position; beside a start it still fits 64 bits
 LOG2_E = math.log2(math.e)
-FOLD_OF_SCALE_ZERO = 2.0**-100  # times any finite score still 0, and times a masked -inf still -inf
+LEAST_FOLD = 2.0**-100  # of a scale near 0: it must stay a normal float, or a masked -inf times it would be a NaN
 NO_TENSOR = (0, 0, 0, 0)
 TYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 
@@ -69,7 +69,7 @@ def fold_of(spec: Spec, scale: float) -> float:
     """What brings scores to base-2 exponents: log2(e), times |scale| where nothing but the scale changes them."""
     if spec.features.softcap or spec.features.alibi or spec.features.bias:
         return LOG2_E
-    return abs(scale) * LOG2_E or FOLD_OF_SCALE_ZERO
+    return max(abs(scale) * LOG2_E, LEAST_FOLD)
 
 
 def scores(spec: Spec, call: Call) -> tuple[Any, ...]:

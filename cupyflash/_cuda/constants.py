@@ -192,8 +192,8 @@ def render(constants: Constants) -> str:
         if field.name.endswith("element"):
             lines.append(f"using {camel(field.name)} = {ELEMENTS[value]};")
         elif isinstance(value, bool):
-            lines.append(f"constexpr bool k{camel(field.name)} = {str(value).lower()};")
+            lines.append(f"[[maybe_unused]] constexpr bool k{camel(field.name)} = {str(value).lower()};")
         else:
-            lines.append(f"constexpr int k{camel(field.name)} = {value};")
-    lines.append(f"constexpr int kSmemBytes = {constants.smem_bytes};")
+            lines.append(f"[[maybe_unused]] constexpr int k{camel(field.name)} = {value};")
+    lines.append(f"[[maybe_unused]] constexpr int kSmemBytes = {constants.smem_bytes};")
     return "#include <cuda_bf16.h>\n#include <cuda_fp16.h>\nnamespace cf {\n" + "\n".join(lines) + "\n}\n"

@@ -102,7 +102,7 @@ STRUCTS: dict[str, Fields] = {
         ("sink", "P"),
         ("dsink_parts", "P"),
         ("accum_cols", "i"),
-        ("padding", "i"),
+        ("rounded_cols", "i"),
     ),
     "BwdParams": (
         ("problem", PROBLEM),

@@ -30,6 +30,8 @@ from .device import Device
 
 MAX_HEAD_DIM = HEAD_DIMS[-1]
 MAX_LENGTH = 2**30 - 1  # rows of one sequence axis: kernels keep row numbers and distances in 32 bits
+ROW_PAD = 128  # kRowPad of attn/sequence.cuh: rows of per-row workspaces, a sequence
+LARGEST_OPTION = 2.0**100  # of a scale, a softcap and its inverse
 MAX_BLOCKS = 2**31 - 1  # of a one-dimensional grid
 _CPU = "the NumPy backend does this"
 _TILES: dict[type, Any] = {
@@ -106,8 +108,16 @@ def refuse(spec: Spec) -> None:
             raise UnsupportedError(f"cupyflash on CUDA: {given} is not supported; {accepted}.")
 
 
-def refuse_sizes(call: Call) -> None:
-    """Raise UnsupportedError for lengths beyond 32-bit row numbers."""
+def refuse_values(call: Call) -> None:
+    """Raise UnsupportedError for lengths beyond 32-bit row numbers, and for options whose products leave float32."""
+    for name, value in (
+        ("scale", abs(call.scale)),
+        ("softcap", call.softcap),
+        ("1 / softcap", 1 / (call.softcap or 1)),
+    ):
+        if value > LARGEST_OPTION:
+            accepted = f"the CUDA kernels take at most {LARGEST_OPTION}; {_CPU}"
+            raise UnsupportedError(f"{call.function}: {name} is {value}; {accepted}.")
     for name, length in (("len_q", call.len_q), ("len_k", call.len_k)):
         if length > MAX_LENGTH:
             accepted = f"the CUDA kernels take at most {MAX_LENGTH}"
@@ -154,7 +164,7 @@ def _fitting(
         if sizes.pop("is_tight", False) and not is_plain:
             continue
         constants = kind(**shared, **sizes, **more)
-        if constants.smem_bytes <= device.smem_bytes and (kind is not BwdGeneric or _divides(constants)):
+        if constants.smem_bytes <= device.smem_bytes and _is_whole(constants):
             why = f"row {rank} of the tile table: the first whose tiles fit {device.smem_bytes} bytes of shared memory"
             yield Plan(constants, device.arch, why)
 
@@ -173,19 +183,21 @@ def _gradients(spec: Spec) -> dict[str, Any]:
     return {"grad_element": spec.grad_dtype, "accumulate": spec.accumulate}
 
 
-def _divides(c: BwdGeneric) -> bool:
-    """Whether the warps' shares are whole: two 16x8 tiles side by side for tensor cores, one for float."""
+def _is_whole(c: Any) -> bool:
+    """Whether the warps' shares are whole: two 16x8 tiles side by side for tensor cores, one for FMA."""
     columns = 16 if ITEM_BYTES[c.element] == 2 else 8
-    rest = {warps: c.warps // warps for warps in (c.score_warps, c.key_warps, c.query_warps)}
-    return (
-        c.query_tile % (16 * c.score_warps) == 0
-        and c.key_tile % (columns * rest[c.score_warps]) == 0
-        and c.key_tile % (16 * c.key_warps) == 0
-        and c.head_dim % (columns * rest[c.key_warps]) == 0
-        and c.head_dim_v % (columns * rest[c.key_warps]) == 0
-        and c.query_tile % (16 * c.query_warps) == 0
-        and c.head_dim % (columns * rest[c.query_warps]) == 0
-    )
+    if c.query_tile % 16 or c.key_tile % 16 or ROW_PAD % c.query_tile:
+        return False
+    if isinstance(c, BwdDbiasGeneric):
+        return c.key_tile % (columns * c.warps) == 0
+    if not isinstance(c, BwdGeneric):
+        return c.query_tile % (16 * c.warps) == 0
+    if any(c.warps % along for along in (c.score_warps, c.key_warps, c.query_warps)) or c.query_tile > 32 * c.warps:
+        return False
+    scores, keys, queries = (columns * c.warps // along for along in (c.score_warps, c.key_warps, c.query_warps))
+    rows = (c.query_tile, c.score_warps), (c.key_tile, c.key_warps), (c.query_tile, c.query_warps)
+    shares = (c.key_tile, scores), (c.head_dim, keys), (c.head_dim_v, keys), (c.head_dim, queries)
+    return all(tile % (16 * along) == 0 for tile, along in rows) and all(dim % share == 0 for dim, share in shares)
 
 
 def _first(plans: Iterator[Plan[Any]], spec: Spec, device: Device) -> Plan[Any]:
@@ -214,7 +226,7 @@ def backward(spec: Spec, device: Device) -> BackwardPlan:
     assert spec.grad_dtype is not None
     copy_bytes = _copy_bytes(spec)
     gradients = _gradients(spec)
-    preprocess = BwdPreprocess(spec.dtype, spec.out_dtype, spec.dout_dtype, copy_bytes)
+    preprocess = BwdPreprocess(spec.dtype, spec.out_dtype, spec.dout_dtype, min(copy_bytes, spec.align))
     finish = BwdFinish(accum_of(spec.dtype), spec.grad_dtype, copy_bytes, spec.accumulate)
     dq = dbias = None
     if spec.deterministic:
@@ -231,7 +243,7 @@ def backward(spec: Spec, device: Device) -> BackwardPlan:
     )
 
 
-def validate(override: Any, chosen: Plan | BackwardPlan) -> Any:
+def validate(override: Any, chosen: Plan | BackwardPlan, device: Device) -> Any:
     """A caller's plan, used as given or refused: it may differ from the chosen one in its tiles alone.
 
     Raises TypeError for another kind of value, ValueError for other constants than the call needs.
@@ -246,6 +258,9 @@ def validate(override: Any, chosen: Plan | BackwardPlan) -> Any:
             continue
         if given is None or wanted is None or given.arch != wanted.arch or not _differs_in_tiles_alone(given, wanted):
             raise ValueError(f"`plan` names {given}; this call needs, its tiles apart, {wanted}.")
+        if given.smem_bytes > device.smem_bytes or not _is_whole(given.constants):
+            limit = f"whole 16x8 tiles a warp in at most {device.smem_bytes} bytes of shared memory are accepted"
+            raise ValueError(f"`plan` has tiles that its warps cannot share, or too many: {given}; {limit}.")
     return override
 
 

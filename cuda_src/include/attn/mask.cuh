@@ -19,8 +19,8 @@ struct Band {
 
   __device__ __forceinline__ Band(const Problem& p, const Sequence& s) : low(0), high(0), len_q(s.len_q), len_k(s.len_k) {
     if constexpr (kIsMasked) {
-      low = static_cast<int>(clamp(s.shift - p.window_left, -kFar, kFar));
-      high = static_cast<int>(clamp(s.shift + p.window_right, -kFar, kFar));
+      low = static_cast<int>(clamp(s.exact_shift - p.window_left, -kFar, kFar));
+      high = static_cast<int>(clamp(s.exact_shift + p.window_right, -kFar, kFar));
     }
   }
 

@@ -35,7 +35,7 @@ struct ScoreMap {
   __device__ __forceinline__ ScoreMap(const Problem& problem, const Scores& p, const Sequence& s, int head)
       : band(problem, s), scale(p.scale), softcap(p.softcap), softcap_scale(p.softcap_scale), slope(0), bias(nullptr),
         bias_stride_q(p.bias_stride_q), bias_stride_k(p.bias_stride_k), shift(s.shift) {
-    if constexpr (S::kHasAlibi)
+    if (S::kHasAlibi && !s.is_slack)
       slope = static_cast<const T*>(p.alibi_slopes)[s.index * p.alibi_stride_b + head * p.alibi_stride_h];
     if constexpr (S::kHasBias)
       bias = static_cast<const typename S::BiasElement*>(p.bias) + s.index * p.bias_stride_b + head * p.bias_stride_h;

@@ -57,7 +57,10 @@ __device__ __forceinline__ Sequence packed_sequence(const Problem& p, int index)
 
 // Live keys and the shift, once the lengths are set.
 __device__ __forceinline__ void set_live(const Problem& p, Sequence& s) {
-  s.len_k = s.is_slack ? 0 : p.seqused_k ? clamp(p.seqused_k[s.index], 0, s.all_k) : s.all_k;
+  s.len_k = s.shift = 0;
+  s.exact_shift = 0;
+  if (s.is_slack) return;
+  s.len_k = p.seqused_k ? clamp(p.seqused_k[s.index], 0, s.all_k) : s.all_k;
   const int64 k_start = p.k_start ? p.k_start[s.index] : p.k_start_value;
   const int64 q_start = !p.is_q_start_given ? s.len_k - s.len_q : p.q_start ? p.q_start[s.index] : p.q_start_value;
   s.exact_shift = q_start - k_start;

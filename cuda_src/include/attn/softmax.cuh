@@ -70,17 +70,17 @@ struct Softmax {
       }
   }
 
-  // The row's log-sum-exp in natural units, the sink included, and the factor that turns `out` into the result.
-  // A row with neither keys nor sink: lse -inf, factor 0 (contract, 'A row with no visible key').
-  __device__ __forceinline__ T finish(int m, int half, T fold, bool has_sink, T sink, T& factor) const {
+  // The row's log-sum-exp in natural units, the sink included, and the factor that turns `out` into the result. `unit` brings max to
+  // natural units: base 2 would overflow before float does. A row with neither keys nor sink: lse -inf, factor 0 (contract, 'A row
+  // with no visible key').
+  __device__ __forceinline__ T finish(int m, int half, T unit, bool has_sink, T sink, T& factor) const {
     T total = warp::row_sum(sum[m][half]);
-    T top = max[m][half] == -kInfinity ? max[m][half] : max[m][half] * fold;
+    T top = max[m][half] == -kInfinity ? max[m][half] : max[m][half] * unit;
     factor = 1;
     if (has_sink && sink != -kInfinity) {
-      const T sink2 = sink * T(kLog2E);
-      const T both = ptx::max(top, sink2);
-      factor = ptx::exp2(top - both);
-      total = total * factor + ptx::exp2(sink2 - both);
+      const T both = ptx::max(top, sink);
+      factor = ptx::exp2((top - both) * T(kLog2E));
+      total = total * factor + ptx::exp2((sink - both) * T(kLog2E));
       top = both;
     }
     if (total == 0) {
@@ -88,7 +88,7 @@ struct Softmax {
       return -kInfinity;
     }
     factor /= total;
-    return (top + ptx::log2(total)) * T(kLn2);
+    return top + ptx::log2(total) * T(kLn2);
   }
 };
 

@@ -10,36 +10,43 @@ template <int kThreads, int kCopyBytes, class Tile>
 __device__ __forceinline__ void load_rows(Tile& tile, const typename Tile::Type* gmem, int64 row_stride, int begin, int end,
                                           int cols) {
   using T = typename Tile::Type;
-  constexpr int kRowStep = min_of(kThreads / Tile::kChunks, Tile::kRows);  // a thread keeps its column; a few may idle
-  const int first_row = threadIdx.x / Tile::kChunks, col = threadIdx.x % Tile::kChunks * Tile::kChunk;
-  if (kThreads % Tile::kChunks != 0 && first_row >= kRowStep) return;
-  const T* src = gmem + first_row * row_stride + col;
+  constexpr int kLanes = min_of(kThreads, Tile::kChunks);  // threads along a row; beside a wide row of few threads they come again
+  constexpr int kRowStep = min_of(kThreads / kLanes, Tile::kRows);
+  static_assert(kRowStep >= 1);
+  const int first_row = threadIdx.x / kLanes;
+  if (kThreads % kLanes != 0 && first_row >= kRowStep) return;
 
-  const int in_row = clamp(cols - col, 0, Tile::kChunk);  // elements
-
-  if (kCopyBytes == 16 && begin <= 0 && end >= Tile::kRows) {  // every row is there: nothing to ask
-    if (in_row == 0) src = gmem;
 #pragma unroll
-    for (int step = 0; step < ceil_div(Tile::kRows, kRowStep); ++step, src += kRowStep * row_stride) {
-      const int row = first_row + step * kRowStep;
-      if (Tile::kRows % kRowStep != 0 && row >= Tile::kRows) break;
-      ptx::cp_async<16>(ptx::shared_address(tile.at(row, col)), src, in_row * static_cast<int>(sizeof(T)));
+  for (int part = 0; part < ceil_div(Tile::kChunks, kLanes); ++part) {
+    const int chunk = threadIdx.x % kLanes + part * kLanes, col = chunk * Tile::kChunk;
+    if (Tile::kChunks % kLanes != 0 && chunk >= Tile::kChunks) break;
+    const T* src = gmem + first_row * row_stride + col;
+    const int in_row = clamp(cols - col, 0, Tile::kChunk);  // elements
+
+    if (kCopyBytes == 16 && begin <= 0 && end >= Tile::kRows) {  // every row is there: nothing to ask
+      if (in_row == 0) src = gmem;
+#pragma unroll
+      for (int step = 0; step < ceil_div(Tile::kRows, kRowStep); ++step, src += kRowStep * row_stride) {
+        const int row = first_row + step * kRowStep;
+        if (Tile::kRows % kRowStep != 0 && row >= Tile::kRows) break;
+        ptx::cp_async<16>(ptx::shared_address(tile.at(row, col)), src, in_row * static_cast<int>(sizeof(T)));
+      }
+      continue;
     }
-    return;
-  }
 #pragma unroll 1
-  for (int row = first_row; row < Tile::kRows; row += kRowStep, src += kRowStep * row_stride) {
-    const int valid = row >= begin && row < end ? in_row : 0;
-    T* dst = tile.at(row, col);
-    if constexpr (kCopyBytes >= 4) {
-      constexpr int kPart = kCopyBytes / sizeof(T);
+    for (int row = first_row; row < Tile::kRows; row += kRowStep, src += kRowStep * row_stride) {
+      const int valid = row >= begin && row < end ? in_row : 0;
+      T* dst = tile.at(row, col);
+      if constexpr (kCopyBytes >= 4) {
+        constexpr int kPart = kCopyBytes / sizeof(T);
 #pragma unroll
-      for (int part = 0; part < Tile::kChunk; part += kPart)
-        ptx::cp_async<kCopyBytes>(ptx::shared_address(dst + part), valid > part ? src + part : gmem,
-                                  clamp(valid - part, 0, kPart) * static_cast<int>(sizeof(T)));
-    } else {
+        for (int at = 0; at < Tile::kChunk; at += kPart)
+          ptx::cp_async<kCopyBytes>(ptx::shared_address(dst + at), valid > at ? src + at : gmem,
+                                    clamp(valid - at, 0, kPart) * static_cast<int>(sizeof(T)));
+      } else {
 #pragma unroll
-      for (int i = 0; i < Tile::kChunk; ++i) dst[i] = i < valid ? src[i] : convert<T>(0.0f);
+        for (int i = 0; i < Tile::kChunk; ++i) dst[i] = i < valid ? src[i] : convert<T>(0.0f);
+      }
     }
   }
 }
