@@ -158,7 +158,7 @@ DBIAS: dict[int, dict[int, list[DbiasTile]]] = {
     },
 }
 _BOOKKEEPING = "fragments fill all 255 registers; some addresses and bounds are reloaded once a tile"
-_WIDE_ROWS = "one warp's output rows alone take 128 registers"
+_WIDE_ROWS = "a warp's output rows alone take half the registers or more"
 _WIDE_DOUBLES = "a warp's rows of 256 doubles exceed a lane's registers: correct, and slow"
 _ADDRESSES = "addresses of three strided arrays, in a kernel that waits for memory"
 # Register spills that are known and accepted: (constants, element, larger head-dim tile) -> (bytes, reason), the
@@ -166,19 +166,22 @@ _ADDRESSES = "addresses of three strided arrays, in a kernel that waits for memo
 SPILLS: dict[tuple[str, str, int], tuple[int, str]] = {
     ("FwdGeneric", "16-bit", 32): (48, _BOOKKEEPING),
     ("FwdGeneric", "16-bit", 64): (80, _BOOKKEEPING),
-    ("FwdGeneric", "16-bit", 128): (80, _BOOKKEEPING),
+    ("FwdGeneric", "16-bit", 128): (48, _BOOKKEEPING),
+    ("FwdGeneric", "16-bit", 256): (48, _BOOKKEEPING),
+    ("FwdGeneric", "float32", 128): (96, _WIDE_ROWS),
     ("FwdGeneric", "float32", 192): (80, _WIDE_ROWS),
     ("FwdGeneric", "float32", 256): (320, _WIDE_ROWS),
-    ("FwdGeneric", "float64", 256): (2784, _WIDE_DOUBLES),
+    ("FwdGeneric", "float64", 256): (2544, _WIDE_DOUBLES),
     ("BwdPreprocess", "16-bit", 0): (32, _ADDRESSES),
     ("BwdPreprocess", "float64", 0): (32, _ADDRESSES),
     ("BwdGeneric", "16-bit", 64): (32, _BOOKKEEPING),
     ("BwdGeneric", "16-bit", 96): (64, _BOOKKEEPING),
-    ("BwdGeneric", "16-bit", 128): (48, _BOOKKEEPING),
+    ("BwdGeneric", "16-bit", 128): (64, _BOOKKEEPING),
     ("BwdGeneric", "16-bit", 256): (96, _BOOKKEEPING),
-    ("BwdGeneric", "float32", 256): (208, _BOOKKEEPING),
-    ("BwdGeneric", "float64", 256): (2464, _WIDE_DOUBLES),
+    ("BwdGeneric", "float32", 256): (272, _BOOKKEEPING),
+    ("BwdGeneric", "float64", 256): (2544, _WIDE_DOUBLES),
     ("BwdDqGeneric", "16-bit", 32): (96, _BOOKKEEPING),
     ("BwdDbiasGeneric", "16-bit", 192): (80, _BOOKKEEPING),
     ("BwdDbiasGeneric", "16-bit", 256): (64, _BOOKKEEPING),
+    ("BwdDbiasGeneric", "float64", 256): (512, _WIDE_DOUBLES),
 }
