@@ -43,8 +43,8 @@ __device__ __forceinline__ void probabilities(warp::Fragment<kM, kN, T>& x, cons
     }
 }
 
-// dp becomes dx. A dropped p carries a minus sign. With kIsFull nothing is hidden; else hidden elements are selected to 0,
-// not multiplied, whatever dp and D hold.
+// dp becomes dx. A dropped p carries a minus sign. Unless the tile is full, hidden elements are selected to 0, not multiplied,
+// whatever dp and D hold.
 template <bool kHasDropout, int kM, int kN, class T>
 __device__ __forceinline__ void score_gradient(warp::Fragment<kM, kN, T>& dp, const warp::Fragment<kM, kN, T>& p,
                                                const RowStats<T>* stats, T keep_scale, bool is_full) {
