@@ -5,6 +5,7 @@ from cupyflash._attention import Attention, AttnGrads, AttnOutput
 from cupyflash._errors import CompileError, UnsupportedError
 from cupyflash._memory import MemoryPlan, memory_plan
 from cupyflash._merge import merge_states, merge_states_bwd
+from cupyflash._warmup import warmup
 
 __version__ = "0.1.0"
 
@@ -24,4 +25,5 @@ __all__ = [
     "memory_plan",
     "merge_states",
     "merge_states_bwd",
+    "warmup",
 ]
