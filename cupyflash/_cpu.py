@@ -282,12 +282,19 @@ class _Tile:
 # ---------------------------------------------------------------------------------------------- what it works on
 
 
+def _computed_in(spec: Spec, call: Call) -> np.dtype:
+    """float32, or float64 for float64 inputs and for a scale or softcap that float32 cannot hold."""
+    float32 = np.finfo(np.float32)
+    is_held = abs(call.scale) <= float32.max and (not call.softcap or float32.tiny <= call.softcap <= float32.max)
+    return np.dtype(np.float32 if spec.dtype != "float64" and is_held else np.float64)
+
+
 class _Problem:
     """A call's arrays with heads apart and outermost, and its options: what does not change from tile to tile."""
 
     def __init__(self, spec: Spec, call: Call) -> None:
         self.spec, self.call = spec, call
-        self.dtype = np.dtype(np.float64 if spec.dtype == "float64" else np.float32)
+        self.dtype = _computed_in(spec, call)
         self.group = spec.heads_q // spec.heads_kv
         self.head_dim, self.head_dim_v = spec.head_dim, spec.head_dim_v
         self.scale, self.softcap, self.dropout_p = call.scale, call.softcap, call.dropout_p
@@ -471,6 +478,8 @@ class _Part:
                 masked = closed if masked is None else masked | closed
         if masked is not None:
             np.copyto(x, -np.inf, where=masked)
+            if tanh is not None:
+                np.copyto(tanh, 0, where=masked)  # its derivative multiplies dx, and may be a NaN's
         return _Tile(x, tanh, masked)
 
     def keep(self, rows: slice, cols: slice) -> Array:

@@ -148,7 +148,7 @@ def memory_plan(
     from cupyflash._cuda.device import KNOWN
     from cupyflash._cuda.plan import backward, forward
 
-    if arch not in KNOWN:
+    if not isinstance(arch, int) or arch not in KNOWN:
         raise ValueError(refusal(_FUNCTION, "arch", f"is {arch!r}", f"{', '.join(map(str, KNOWN))} is accepted"))
     attention = Attention(
         layout=layout, causal=causal, window=window, deterministic=deterministic, out_dtype=out_dtype,
@@ -225,6 +225,8 @@ def _arrays(
         arrays[argument] = np.broadcast_to(element, sizes)
     for argument, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if offsets is not None:
+            if not all(isinstance(offset, (int, np.integer)) for offset in offsets):
+                raise TypeError(refusal(_FUNCTION, argument, f"is {offsets!r}", "a sequence of ints is accepted"))
             arrays[argument] = np.asarray(offsets, np.int64)
     return arrays
 
@@ -252,7 +254,7 @@ def _flops(attention: Attention, checked: Checked, *, head_dim_v: int | None = N
             head_dim=spec.head_dim,
             head_dim_v=spec.head_dim_v if head_dim_v is None else head_dim_v,
             causal=attention.causal,
-            window=attention.window,
+            window=(checked.call.window_left, checked.call.window_right),
             backward=backward,
         )
         for len_q, len_k in _lengths(checked.call)

@@ -195,7 +195,11 @@ class _States:
                 accepted = "a list of at least one array, or an array with a leading axis of states, is accepted"
                 error = TypeError if given is None else ValueError
                 raise error(refusal(function, name, "is None" if given is None else "is empty", accepted))
-        self.adopted = _interop.adopt(function, _named("outs", outs) | _named("lses", lses) | others)
+        states = _named("outs", outs) | _named("lses", lses)
+        for name, array in states.items():
+            if array is None:
+                raise TypeError(refusal(function, name, "is None", _interop.ACCEPTED_ARRAYS))
+        self.adopted = _interop.adopt(function, states | others)
         self.outs, self.lses = (
             _Family.adopted(name, given, self.adopted) for name, given in (("outs", outs), ("lses", lses))
         )

@@ -349,3 +349,31 @@ def test_deterministic_gradients_repeat_bitwise(backend: Backend, rng: Random) -
     first, *others = (_numpy(backend, attn.bwd(*arrays)) for _ in range(3))
     for other in others:
         _assert_same_bits(first, other)
+
+
+@pytest.mark.parametrize("hidden_by", ["band", "bias"])
+def test_softcap_does_not_carry_what_nobody_sees(hidden_by: str, rng: Random) -> None:
+    """tanh of a NaN score is a NaN, and its derivative multiplies dx: a key that no row sees reaches no gradient.
+
+    On a GPU a bias is added to the score, so keys that only a bias hides must be finite there.
+    """
+    q, k, v = _qkv(rng, len_q=40, len_k=50)
+    options: dict[str, Any] = {"softcap": 5.0, "causal": "top-left"}
+    if hidden_by == "bias":
+        options = {"softcap": 5.0, "bias": np.where(np.arange(50) < 40, 0, -np.inf).astype(np.float32)}
+    k[:, 40:] = np.nan
+    saved = cf.attn_fwd(q, k, v, **options)
+    grads = cf.attn_bwd(q, k, v, *saved, rng.standard_normal(saved.out.shape).astype(np.float32), **options)
+    for array in (*saved, *grads[:3]):
+        assert np.isfinite(array).all()
+
+
+def test_softcap_does_not_carry_a_row_that_sees_its_sink_alone(rng: Random) -> None:
+    q, k, v = _qkv(rng, len_q=40, len_k=30)
+    options: dict[str, Any] = {"softcap": 5.0, "causal": True, "sink": np.zeros(q.shape[2], np.float32)}
+    q[:, :10] = np.nan
+    saved = cf.attn_fwd(q, k, v, **options)
+    grads = cf.attn_bwd(q, k, v, *saved, rng.standard_normal(saved.out.shape).astype(np.float32), **options)
+    assert not grads.dq[:, :10].any()
+    for grad in grads:
+        assert np.isfinite(grad).all()

@@ -278,3 +278,17 @@ def test_a_plan_for_another_job_is_refused(rng: Random) -> None:
             attn.fwd(q, k, v, plan=dataclasses.replace(attn.plan(q, k, v), block_k=size))
     with pytest.raises(TypeError, match="`plan` is a str"):
         attn.fwd(q, k, v, plan="fast")
+
+
+@pytest.mark.parametrize("option", [{"scale": 1e39}, {"softcap": 1e39}, {"softcap": 1e-46}, {"scale": -1e300}])
+def test_options_that_float32_cannot_hold_make_no_nan(option: dict[str, float], rng: Random) -> None:
+    """float64 serves them on NumPy; a GPU refuses what its kernels cannot hold."""
+    q, k, v = _qkv(rng)
+    out, lse = cf.attn_fwd(np.zeros_like(q), k, v, **option)
+    assert np.isfinite(out).all()
+    assert np.isfinite(lse).all()
+
+
+def test_a_softcap_beyond_float32_is_none(rng: Random) -> None:
+    q, k, v = _qkv(rng)
+    check_forward(*cf.attn_fwd(q, k, v, softcap=1e39), q, k, v, name="cap without effect")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -293,3 +294,13 @@ def test_a_gradient_needs_what_the_merge_gave(missing: str) -> None:
     arguments[missing] = None
     with pytest.raises(TypeError, match=f"merge_states_bwd: `{missing}` is None"):
         cf.merge_states_bwd([out], [lse], **arguments)
+
+
+@pytest.mark.parametrize("name", ["outs[0]", "lses[1]"])
+def test_a_missing_state_is_named(name: str) -> None:
+    outs, lses = [np.ones((1, 2, 1, 4))] * 2, [np.zeros((1, 1, 2))] * 2
+    given = {"outs": outs, "lses": lses}
+    family, index = name[:4], int(name[5])
+    given[family] = [None if i == index else array for i, array in enumerate(given[family])]
+    with pytest.raises(TypeError, match=re.escape(name)):
+        cf.merge_states(**given)
