@@ -221,6 +221,8 @@ def attn_bwd_preprocess(out: Any, dout: Any, dlse: Any = None, *, layout: str = 
 def lse_from_log2(x: Any) -> Any:
     """A log-sum-exp in natural log, from one in base 2 (FlashInfer's): x · ln 2.
 
+    Units only: an lse of shape [T, H] is [H, T] here, so transpose it too.
+
     Parameters
     ----------
     x : array, any shape and library

@@ -40,7 +40,7 @@ def warmup(*plans: Any) -> None:
         elif isinstance(plan, Plan):
             kernels.append(plan)
         elif not isinstance(plan, NumpyPlan):
-            given, accepted = f"is a {type(plan).__name__}", "plans are accepted, as `Attention.plan` returns"
+            given, accepted = f"is of type {type(plan).__name__}", "plans are accepted, as `Attention.plan` returns"
             raise TypeError(refusal("warmup", f"plans[{number}]", given, accepted))
     if not kernels:
         return

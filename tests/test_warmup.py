@@ -42,5 +42,5 @@ def test_every_kernel_of_a_plan_is_loaded_once(monkeypatch: Any) -> None:
 
 def test_what_is_no_plan_is_named() -> None:
     q = np.ones((1, 2, 1, 4))
-    with pytest.raises(TypeError, match=r"plans\[1\].*ndarray.*Attention\.plan"):
+    with pytest.raises(TypeError, match=r"plans\[1\].*of type ndarray.*Attention\.plan"):
         cf.warmup(cf.Attention().plan(q, q, q), q)
