@@ -203,9 +203,9 @@ class Attention:
         """A call packed once, outputs and workspace included, to be run again and again on the arrays it was given.
 
         Takes the arguments of `fwd`, or of `bwd` with `backward=True`. Each run reads the arrays as they are by then,
-        works on the stream that is current by then, and writes the same outputs: not for two threads at once. An input that
-        could only be adopted as a copy (a pending negation or conjugation of torch's, NumPy strides that are no multiples of
-        the element size) is read once, here.
+        works on the stream that is current by then, and writes the same outputs: not for two threads at once. An input
+        that could only be adopted as a copy (a pending negation or conjugation of torch's, NumPy strides that are no
+        multiples of the element size) is read once, here.
         """
         arguments = _of_direction("Attention.prepare", _arguments(locals()), backward)
         return PreparedCall("Attention.prepare", self, arguments, backward=backward, holds_workspace=True)
