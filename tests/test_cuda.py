@@ -112,50 +112,48 @@ def test_wild_offsets_stay_inside_the_arrays(gpu: CupyBackend, offsets: list[int
 
 
 def test_empty_rows_do_not_touch_a_nan_in_dout(gpu: CupyBackend, rng: Random) -> None:
-    """A row that sees nothing beside rows that do, in one tile: its dout is not used, its dq is bitwise zero."""
-    q, k, v = (_draw(rng, 1, length, 2, 64, dtype=np.float32) for length in (200, 90, 90))
-    arrays = [gpu.put(array) for array in (q, k, v)]
+    """Rows that see nothing beside rows that do, in one tile: whatever their dout is, gradients are as with zeros."""
+    arrays = [gpu.put(_draw(rng, 1, length, 2, 64, dtype=np.float32)) for length in (200, 90, 90)]
     saved = cf.attn_fwd(*arrays, causal=True)
     dout = _draw(rng, 1, 200, 2, 64, dtype=np.float32)
-    expected = testing.reference_bwd(*(a.astype(np.float64) for a in (q, k, v)), dout.astype(np.float64), causal=True)
-    dout[:, :110] = np.nan
-    grads = cf.attn_bwd(*arrays, *saved, gpu.put(dout), causal=True)
-    assert not gpu.get(grads.dq)[:, :110].any()
-    for name in ("dk", "dv"):
-        assert np.isfinite(gpu.get(getattr(grads, name))).all(), name
-    assert np.isfinite(expected["dk"]).all()
+    zeros, poisoned = dout.copy(), dout.copy()
+    zeros[:, :110] = 0
+    poisoned[:, :110] = np.nan
+    for deterministic in (False, True):
+        clean, grads = (
+            cf.attn_bwd(*arrays, *saved, gpu.put(gradient), causal=True, deterministic=deterministic)
+            for gradient in (zeros, poisoned)
+        )
+        assert not gpu.get(grads.dq)[:, :110].any()
+        assert np.isfinite(gpu.get(grads.dq)).all()
+        for name in ("dq", "dk", "dv") if deterministic else ("dk", "dv"):
+            assert gpu.get(getattr(grads, name)).tobytes() == gpu.get(getattr(clean, name)).tobytes(), name
 
 
 FIRST_CALL = """
-import sys, time
+import time
 import cupy, numpy as np
 import cupyflash as cf
-from cupy.cuda import nvrtc
-compiled = []
-original = nvrtc.compileProgram
-def count(*args): compiled.append(1); return original(*args)
-nvrtc.compileProgram = count
 q = cupy.asarray(np.random.default_rng().standard_normal((1, 256, 4, 128)), np.float16)
 cupy.cuda.get_current_stream().synchronize()
 began = time.process_time()
 out, lse = cf.attn_fwd(q, q, q, causal=True)
 cupy.cuda.get_current_stream().synchronize()
-print(time.process_time() - began, len(compiled))
+print(time.process_time() - began)
 """
 
 
 def test_the_first_call_is_quick_and_the_next_process_compiles_nothing(tmp_path: Path) -> None:
     environment = os.environ | {"CUPY_CACHE_DIR": str(tmp_path), "CUPYFLASH_QUIET": "1"}
 
-    def first_call() -> tuple[float, int, int]:
+    def first_call() -> tuple[float, int]:
         done = subprocess.run(
             [sys.executable, "-c", FIRST_CALL], env=environment, capture_output=True, text=True, timeout=120, check=True
         )
-        seconds, compiled = done.stdout.split()
-        return float(seconds), int(compiled), len(list(tmp_path.iterdir()))
+        return float(done.stdout), len(list(tmp_path.iterdir()))
 
-    cold, _, stored = first_call()
-    warm, _, stored_after = first_call()
+    cold, stored = first_call()
+    warm, stored_after = first_call()
     print(f"first forward {cold:.2f} s from an empty cache, {warm:.2f} s from the disk cache")
     assert cold <= FIRST_CALL_SECONDS
     assert warm < cold

@@ -1,6 +1,7 @@
 """Spec and Device to Plan: pure, host-only, no CuPy.
 
-`legal` yields the candidates that the device can hold, in the tile tables' order of preference; the first is chosen.
+`legal_forward` and `legal_main` yield the candidates that the device can hold, in the tile tables' order of preference;
+the first is chosen.
 """
 
 from __future__ import annotations

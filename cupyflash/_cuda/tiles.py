@@ -44,6 +44,7 @@ class BwdTile(NamedTuple):
 
 # Swept on an H200 (CUDA 13.0, 2026-11-29), bfloat16, N = 4,096, B N = 16,384, H D = 2,048. Beside a row stand the times
 # of FlashAttention-2 (torch 2.11) over ours, full and causal. Later rows are for less shared memory, unmeasured.
+# What a comment compares a row with was partly measured on the kernels just before, which were 3 to 10 % slower.
 FWD: dict[int, dict[int, list[FwdTile]]] = {
     2: {
         32: [FwdTile(128, 128, 4, 2, True), FwdTile(128, 64, 4, 2)],  # 0.94, 0.92; 128x64 0.92, 0.70
