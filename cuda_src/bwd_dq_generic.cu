@@ -22,16 +22,11 @@ static_assert(kQueryTile == kWarps * kM * 16, "a warp owns whole 16-row tiles");
 static_assert(kKeyTile % 16 == 0 && kHeadDim % 16 == 0);
 static_assert(attn::kRowPad % kQueryTile == 0, "workspaces are padded to whole tiles");
 
-template <bool>
-struct ScoreTile {};
-template <>
-struct ScoreTile<true> { tile::Shared<Element, kQueryTile, kKeyTile> ds; };
-
 struct Stage {
   tile::Shared<Element, kKeyTile, kHeadDim> k;
   tile::Shared<Element, kKeyTile, kHeadDimV> v;
 };
-struct Smem : ScoreTile<!kOnTensorCores> {
+struct Smem : warp::Passage<Element, kQueryTile, kKeyTile> {  // of ds
   tile::Shared<Element, kQueryTile, kHeadDim> q;
   tile::Shared<Element, kQueryTile, kHeadDimV> dout;
   alignas(128) Stats stats[kQueryTile];
@@ -43,18 +38,6 @@ using Switches = attn::Switches<Accum, BiasElement, kIsMasked, kHasSoftcap, kHas
 using SFragment = warp::Fragment<kM, kKeyTile / 8, Accum>;
 using DqFragment = warp::Fragment<kM, kHeadDim / 8, Accum>;
 using warp::Major;
-
-template <class Memory>
-__device__ __forceinline__ void multiply_keys(DqFragment& dq, const SFragment& ds, Memory& smem, const Stage& stage, int warp_row) {
-  if constexpr (kOnTensorCores) {
-    warp::matmul<Major::MN, Element>(dq, ds, stage.k, 0);
-  } else {
-    warp::store_shared(smem.ds, warp_row, 0, ds);
-    __syncwarp();
-    warp::matmul<Major::K, Major::MN, kKeyTile>(dq, smem.ds, warp_row, stage.k, 0);
-    __syncwarp();  // ds is rewritten by the next tile
-  }
-}
 
 }  // namespace cf
 
@@ -125,7 +108,7 @@ bwd_dq_generic(const __grid_constant__ cf::BwdParams params) {
     dp.zero();
     warp::matmul<Major::K, Major::K, kHeadDimV>(dp, smem.dout, warp_row, stage.v, 0);
     attn::score_gradient<kHasDropout>(dp, s, smem.stats + warp_row, Accum(params.scores.keep_scale), is_full);
-    multiply_keys(dq, dp, smem, stage, warp_row);
+    warp::matmul(dq, dp, smem, warp_row, stage.k);
     if (kStages == 1 && tile + 1 < end_tile) {
       __syncthreads();  // everyone is done with the only stage
       load_stage(stage, tile + 1);

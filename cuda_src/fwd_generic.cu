@@ -24,12 +24,7 @@ constexpr bool kOnTensorCores = kIsHalf<Element>;
 static_assert(kQueryTile == kWarps * kM * 16, "a warp owns whole 16-row tiles");
 static_assert(kKeyTile % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0);
 
-template <bool>
-struct ProbabilityTile {};
-template <>
-struct ProbabilityTile<true> { tile::Shared<Element, kQueryTile, kKeyTile> p; };
-
-struct Smem : ProbabilityTile<!kOnTensorCores> {
+struct Smem : warp::Passage<Element, kQueryTile, kKeyTile> {  // of p
   tile::Shared<Element, kQueryTile, kHeadDim> q;
   tile::Shared<Element, kKeyTile, kHeadDim> k;
   tile::Shared<Element, kKeyTile, kHeadDimV> v;
@@ -40,19 +35,6 @@ using Accum = AccumOf<Element>::Type;
 using Switches = attn::Switches<Accum, BiasElement, kIsMasked, kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative, kOnTensorCores>;
 using SFragment = warp::Fragment<kM, kKeyTile / 8, Accum>;
 using OutFragment = warp::Fragment<kM, kHeadDimV / 8, Accum>;
-
-// out += p v: p is rounded in registers for the tensor cores, or passes through the warp's own rows of shared memory.
-template <class Memory>
-__device__ __forceinline__ void multiply_values(OutFragment& out, const SFragment& p, Memory& smem, int warp_row) {
-  if constexpr (kOnTensorCores) {
-    warp::matmul<warp::Major::MN, Element>(out, p, smem.v, 0);
-  } else {
-    warp::store_shared(smem.p, warp_row, 0, p);
-    __syncwarp();
-    warp::matmul<warp::Major::K, warp::Major::MN, kKeyTile>(out, smem.p, warp_row, smem.v, 0);
-    __syncwarp();  // p is rewritten by the next tile
-  }
-}
 
 }  // namespace cf
 
@@ -126,7 +108,7 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
       const attn::Dropout dropout(params.scores, problem, seq, head);
       dropout.for_each(s, query, key, [](Accum& p, bool is_kept) { p = is_kept ? p : Accum(0); });
     }
-    multiply_values(out, s, smem, warp_row);
+    warp::matmul(out, s, smem, warp_row, smem.v);
   }
 
   const int rows = query_end - query_begin - warp_row;

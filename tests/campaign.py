@@ -393,7 +393,7 @@ def verdict(backend: Backend, seed: int, features: frozenset[str], dtypes: tuple
 
 def _refused(problem: Problem, message: str) -> str:
     """The feature that a refusal names: one which the problem has, or its dtype."""
-    if f"{problem.q.dtype} inputs" in message:
+    if f"`q` is {problem.q.dtype}" in message:
         return str(problem.q.dtype)
     return next((name for name in problem.features if any(word in message for word in FEATURES[name])), "")
 

@@ -130,6 +130,13 @@ def test_empty_rows_do_not_touch_a_nan_in_dout(gpu: CupyBackend, rng: Random) ->
             assert gpu.get(getattr(grads, name)).tobytes() == gpu.get(getattr(clean, name)).tobytes(), name
 
 
+@pytest.mark.parametrize(("name", "dims"), [("q", (257, 64)), ("v", (64, 300))])
+def test_a_refusal_names_the_function_and_the_argument(gpu: CupyBackend, name: str, dims: tuple[int, int]) -> None:
+    q, v = (gpu.xp.ones((1, 8, 2, dim), BF16) for dim in dims)
+    with pytest.raises(cf.UnsupportedError, match=f"^attn_fwd: `{name}` has head_dim {max(dims)}; 1 to 256 are"):
+        cf.attn_fwd(q, q, v)
+
+
 FIRST_CALL = """
 import time
 import cupy, numpy as np

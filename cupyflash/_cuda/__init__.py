@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .._errors import UnsupportedError
 from .._spec import Call, Spec, View
 from . import device as _device
 from . import plan as _plan
@@ -24,7 +25,10 @@ def plan(spec: Spec, call: Call, *, backward: bool, override: object | None = No
     _plan.refuse_values(call)
     choose = _plan.backward if backward else _plan.forward
     device = _device.of(call.device)
-    chosen = choose(spec, device)
+    try:
+        chosen = choose(spec, device)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{call.function}: {error}") from None
     return chosen if override is None else _plan.validate(override, chosen, device)
 
 

@@ -35,6 +35,7 @@ ROW_PAD = 128  # kRowPad of attn/sequence.cuh: rows of per-row workspaces, a seq
 LARGEST_OPTION = 2.0**100  # of a scale, a softcap and its inverse
 MAX_BLOCKS = 2**31 - 1  # of a one-dimensional grid
 _CPU = "the NumPy backend does this"
+TileTable = dict[int, dict[int, list[Any]]]  # by an element's bytes, then by the head-dim tile, as in tiles.py
 _TILES: dict[type, Any] = {
     FwdGeneric: tiles.FwdTile,
     BwdGeneric: tiles.BwdTile,
@@ -98,15 +99,16 @@ def head_dim_tile(head_dim: int) -> int:
 
 def refuse(spec: Spec) -> None:
     """Raise UnsupportedError for what these kernels cannot serve; the message says what can."""
-    head_dim = max(spec.head_dim, spec.head_dim_v)
+    narrower = f"1 to {MAX_HEAD_DIM} are accepted on CUDA; the NumPy backend takes any"
     reasons = (
-        (head_dim > MAX_HEAD_DIM, f"head_dim {head_dim}", f"at most {MAX_HEAD_DIM} is; the NumPy backend takes any"),
-        (spec.paged, "`block_table`", f"no CUDA kernel reads pages yet; {_CPU}"),
-        (spec.split, "`num_splits` or `split_len`", f"no CUDA kernel splits keys yet; {_CPU}"),
+        (spec.head_dim > MAX_HEAD_DIM, "q", f"has head_dim {spec.head_dim}", narrower),
+        (spec.head_dim_v > MAX_HEAD_DIM, "v", f"has head_dim {spec.head_dim_v}", narrower),
+        (spec.paged, "block_table", "is given", f"no CUDA kernel reads pages yet; {_CPU}"),
+        (spec.split, "num_splits` or `split_len", "is given", f"no CUDA kernel splits keys yet; {_CPU}"),
     )
-    for applies, given, accepted in reasons:
+    for applies, argument, given, accepted in reasons:
         if applies:
-            raise UnsupportedError(f"cupyflash on CUDA: {given} is not supported; {accepted}.")
+            raise UnsupportedError(f"`{argument}` {given}; {accepted}.")
 
 
 def refuse_values(call: Call) -> None:
@@ -150,13 +152,11 @@ def _score_constants(spec: Spec) -> dict[str, Any]:
     }
 
 
-def _rows(table: dict[int, dict[int, list[Any]]], spec: Spec) -> list[Any]:
+def _rows(table: TileTable, spec: Spec) -> list[Any]:
     return table[ITEM_BYTES[spec.dtype]][head_dim_tile(max(spec.head_dim, spec.head_dim_v))]
 
 
-def _fitting(
-    kind: type[Any], table: dict[int, dict[int, list[Any]]], spec: Spec, device: Device, **more: Any
-) -> Iterator[Plan[Any]]:
+def _fitting(kind: type[Any], table: TileTable, spec: Spec, device: Device, **more: Any) -> Iterator[Plan[Any]]:
     """Plans of the table's rows that the device can hold, in order."""
     shared = _score_constants(spec)
     is_plain = not any(shared[name] for name in ("has_softcap", "has_alibi", "has_bias", "has_dropout"))
@@ -205,23 +205,23 @@ def _first(plans: Iterator[Plan[Any]], spec: Spec, device: Device) -> Plan[Any]:
     found = next(plans, None)
     if found is None:
         raise UnsupportedError(
-            f"cupyflash on CUDA: {spec.dtype} with head dims {spec.head_dim} and {spec.head_dim_v} is not supported on "
-            f"sm_{device.arch}, whose blocks have {device.smem_bytes} bytes of shared memory; smaller head dims are, "
-            f"and {_CPU}."
+            f"`q` is {spec.dtype} with head dims {spec.head_dim} and {spec.head_dim_v}, whose tiles do not fit a block "
+            f"on sm_{device.arch} with its {device.smem_bytes} bytes of shared memory; smaller head dims or dtypes are "
+            f"accepted, and {_CPU}."
         )
     return found
 
 
 @lru_cache(maxsize=1024)
 def forward(spec: Spec, device: Device) -> Plan[FwdGeneric]:
-    """The kernel of a forward. Raises UnsupportedError."""
+    """The kernel of a forward. Raises UnsupportedError with a message that lacks the function's name."""
     refuse(spec)
     return _first(legal_forward(spec, device), spec, device)
 
 
 @lru_cache(maxsize=1024)
 def backward(spec: Spec, device: Device) -> BackwardPlan:
-    """The kernels of a backward. Raises UnsupportedError."""
+    """The kernels of a backward. Raises UnsupportedError with a message that lacks the function's name."""
     refuse(spec)
     assert spec.dout_dtype is not None
     assert spec.grad_dtype is not None

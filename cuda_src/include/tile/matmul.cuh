@@ -150,4 +150,25 @@ __device__ __forceinline__ void matmul(Fragment<kM, kN, A>& acc, const Fragment<
   }
 }
 
+// Where an accumulator fragment becomes operand A. Tensor cores take it from registers; for FMA it passes through shared memory,
+// each warp its own rows.
+template <class T, int kRows, int kCols, bool kIsNeeded = !kIsHalf<T>>
+struct Passage {};
+template <class T, int kRows, int kCols>
+struct Passage<T, kRows, kCols, true> { tile::Shared<T, kRows, kCols> tile; };
+
+// acc += a B with B's own axis along its rows, a of the warp's rows from `row` on.
+template <class T, int kRows, int kCols, bool kIsNeeded, int kM, int kKTiles, int kN, class A, class TileB>
+__device__ __forceinline__ void matmul(Fragment<kM, kN, A>& acc, const Fragment<kM, kKTiles, A>& a,
+                                       Passage<T, kRows, kCols, kIsNeeded>& passage, int row, const TileB& b_smem) {
+  if constexpr (kIsNeeded) {
+    store_shared(passage.tile, row, 0, a);
+    __syncwarp();
+    matmul<Major::K, Major::MN, kCols>(acc, passage.tile, row, b_smem, 0);
+    __syncwarp();  // the rows are free for the next tile
+  } else {
+    matmul<Major::MN, T>(acc, a, b_smem, 0);
+  }
+}
+
 }  // namespace cf::warp
