@@ -60,12 +60,16 @@ bwd_dq_generic(const __grid_constant__ cf::BwdParams params) {
   const int first_tile = keys.begin / kKeyTile;
   const int end_tile = keys.begin < keys.end ? ceil_div(keys.end, kKeyTile) : first_tile;
 
+  cta::RowLoader<kThreads, kCopyBytes, decltype(Stage::k)> k_loader(
+      attn::rows<Element>(params.k, seq, seq.k_begin, kv_head, first_tile * kKeyTile), params.k.stride_n, problem.head_dim);
+  cta::RowLoader<kThreads, kCopyBytes, decltype(Stage::v)> v_loader(
+      attn::rows<Element>(params.v, seq, seq.k_begin, kv_head, first_tile * kKeyTile), params.v.stride_n, problem.head_dim_v);
   const auto load_stage = [&](Stage& stage, int tile) {
     const int key = tile * kKeyTile;
-    cta::load_rows<kThreads, kCopyBytes>(stage.k, attn::rows<Element>(params.k, seq, seq.k_begin, kv_head, key), params.k.stride_n,
-                                         keys.begin - key, keys.end - key, problem.head_dim);
-    cta::load_rows<kThreads, kCopyBytes>(stage.v, attn::rows<Element>(params.v, seq, seq.k_begin, kv_head, key), params.v.stride_n,
-                                         keys.begin - key, keys.end - key, problem.head_dim_v);
+    k_loader.load(stage.k, keys.begin - key, keys.end - key);
+    v_loader.load(stage.v, keys.begin - key, keys.end - key);
+    k_loader.advance(kKeyTile);
+    v_loader.advance(kKeyTile);
     ptx::cp_async_commit();
   };
 

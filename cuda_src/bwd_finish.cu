@@ -11,6 +11,7 @@ constexpr int kThreads = kWarps * kWarpSize;
 using Accum = AccumElement;
 static_assert(attn::kRowPad % kQueryTile == 0, "workspaces are padded to whole tiles");
 static_assert(kQueryTile % 16 == 0);
+constexpr int kCols = 32;  // under way at once; what every head dim's tile is a multiple of
 
 }  // namespace cf
 
@@ -31,11 +32,11 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) bwd_finish(const __gr
   for (int row = threadIdx.x / kWarpSize * 16; row < kQueryTile; row += kWarps * 16) {
     const int query = work.tile * kQueryTile + row;
     const Accum* accum = static_cast<const Accum*>(params.dq_accum) + (padded_begin + query) * params.accum_cols;
-    for (int col = 0; col < problem.head_dim; col += 16) {
-      warp::Fragment<1, 2, Accum> dq;
+    for (int col = 0; col < problem.head_dim; col += kCols) {
+      warp::Fragment<1, kCols / 8, Accum> dq;
       dq.zero();
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
+      for (int n = 0; n < kCols / 8; ++n) {
         if (!seq.is_slack) ptx::load_fragment(dq.x[0][n], accum + (col / 8 + n) * 128, warp::lane());
 #pragma unroll
         for (int i = 0; i < 4; ++i) dq.x[0][n][i] = ptx::fma(dq.x[0][n][i], Accum(params.scale), Accum(0));  // never -0

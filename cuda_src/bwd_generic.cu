@@ -86,12 +86,20 @@ bwd_generic(const __grid_constant__ cf::BwdParams params) {
   const int end_head = (work.head + 1) * group;
 
   bool has_empty_row = false;  // of the stage under way, in this thread's row
+  cta::RowLoader<kThreads, kCopyBytes, decltype(Stage::q)> q_loader(
+      attn::rows<Element>(params.q, seq, seq.q_begin, work.head * group, first_query), params.q.stride_n, problem.head_dim);
+  cta::RowLoader<kThreads, kCopyBytes, decltype(Stage::dout)> dout_loader(
+      attn::rows<Element>(params.dout, seq, seq.q_begin, work.head * group, first_query), params.dout.stride_n, problem.head_dim_v);
   // Queries outside the keys' visible range are not even read: a NaN there can reach no key of this block.
   const auto load_stage = [&](Stage& stage, int head, int query) {
-    cta::load_rows<kThreads, kCopyBytes>(stage.q, attn::rows<Element>(params.q, seq, seq.q_begin, head, query),
-                                         params.q.stride_n, queries.begin - query, queries.end - query, problem.head_dim);
-    cta::load_rows<kThreads, kCopyBytes>(stage.dout, attn::rows<Element>(params.dout, seq, seq.q_begin, head, query),
-                                         params.dout.stride_n, queries.begin - query, queries.end - query, problem.head_dim_v);
+    if (query == first_query) {
+      q_loader.seek(attn::rows<Element>(params.q, seq, seq.q_begin, head, query));
+      dout_loader.seek(attn::rows<Element>(params.dout, seq, seq.q_begin, head, query));
+    }
+    q_loader.load(stage.q, queries.begin - query, queries.end - query);
+    dout_loader.load(stage.dout, queries.begin - query, queries.end - query);
+    q_loader.advance(kQueryTile);
+    dout_loader.advance(kQueryTile);
     const auto* stats = static_cast<const attn::RowStats<Accum>*>(params.stats) + head * padded_rows + padded_begin + query;
     has_empty_row = false;
     if (threadIdx.x < kQueryTile) {

@@ -9,7 +9,7 @@
 namespace cf {
 
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kGroup = 16;
+constexpr int kGroup = 8;  // a warp's load is then whole 128-byte lines of 16-bit rows, whatever the head dim
 using Accum = AccumOf<Element>::Type;
 constexpr int kWidest = sizeof(OutElement) > sizeof(DoutElement) ? sizeof(OutElement) : sizeof(DoutElement);
 constexpr int kVector = kCopyBytes > kWidest ? kCopyBytes / kWidest : 1;
@@ -34,15 +34,15 @@ __device__ __forceinline__ T* row_of(const Tensor& t, const attn::Sequence& s, i
 template <class F>
 __device__ __forceinline__ void for_columns(const DoutElement* dout, const OutElement* out, int cols, const F& f) {
   for (int col = threadIdx.x % kGroup * kVector; col < cols; col += kGroup * kVector) {
-    Vector<DoutElement> a;
-    Vector<OutElement> b;
-    const bool is_whole = col + kVector <= cols;
-    if (is_whole) a = *reinterpret_cast<const Vector<DoutElement>*>(dout + col);
-    if (is_whole && out) b = *reinterpret_cast<const Vector<OutElement>*>(out + col);
+    if (col + kVector <= cols) {
+      const auto a = *reinterpret_cast<const Vector<DoutElement>*>(dout + col);
+      Vector<OutElement> b{};
+      if (out) b = *reinterpret_cast<const Vector<OutElement>*>(out + col);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      if (col + i >= cols) break;
-      f(col + i, is_whole ? a.x[i] : dout[col + i], !out ? Accum(0) : convert<Accum>(is_whole ? b.x[i] : out[col + i]));
+      for (int i = 0; i < kVector; ++i) f(col + i, a.x[i], convert<Accum>(b.x[i]));
+    } else {
+#pragma unroll 1
+      for (int i = col; i < cols; ++i) f(i, dout[i], out ? convert<Accum>(out[i]) : Accum(0));
     }
   }
 }
@@ -67,10 +67,10 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) bwd_preprocess(const 
     const bool is_row = row < seq.len_q;
     Accum lse = 0, delta = 0;
     if (is_row && params.lse.data) lse = seq.is_slack ? Accum(-kInfinity) : *row_of<Accum>(params.lse, seq, head, row);
-    const bool is_used = is_row && lse != -kInfinity;
+    const bool is_used = is_row && lse != -kInfinity;  // asked once dout and out are on their way
     if (is_row && params.dout.data) {
       const DoutElement* dout = row_of<DoutElement>(params.dout, seq, head, row);
-      const OutElement* out = params.out.data && is_used ? row_of<OutElement>(params.out, seq, head, row) : nullptr;
+      const OutElement* out = params.out.data ? row_of<OutElement>(params.out, seq, head, row) : nullptr;
       if (params.dout_rounded) {
         Element* rounded = static_cast<Element*>(params.dout_rounded) +
             ((static_cast<int64>(seq.batch) * problem.len_q + seq.q_begin + row) * problem.heads_q + head) * params.rounded_cols;

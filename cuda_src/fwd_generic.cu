@@ -59,20 +59,22 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
   const attn::Range keys = scores.band.keys_of(query_begin, query_end);
   const int kv_head = head / (problem.heads_q / problem.heads_kv);
   const Element* q_gmem = attn::rows<Element>(params.q, seq, seq.q_begin, head, query_begin);
-  const auto k_gmem = [&](int key) { return attn::rows<Element>(params.k, seq, seq.k_begin, kv_head, key); };
-  const auto v_gmem = [&](int key) { return attn::rows<Element>(params.v, seq, seq.k_begin, kv_head, key); };
-
+  const int first_tile = keys.begin / kKeyTile;
+  const int end_tile = keys.begin < keys.end ? ceil_div(keys.end, kKeyTile) : first_tile;
+  const int last_key = (end_tile - 1) * kKeyTile;  // where the first tile to be loaded begins
+  cta::RowLoader<kThreads, kCopyBytes, decltype(smem.k)> k_loader(
+      attn::rows<Element>(params.k, seq, seq.k_begin, kv_head, last_key), params.k.stride_n, problem.head_dim);
+  cta::RowLoader<kThreads, kCopyBytes, decltype(smem.v)> v_loader(
+      attn::rows<Element>(params.v, seq, seq.k_begin, kv_head, last_key), params.v.stride_n, problem.head_dim_v);
   // Keys outside the tile's visible range are not even read: a NaN there can reach no row of this block.
-  const auto load_k = [&](int tile) {
-    const int key = tile * kKeyTile;
-    cta::load_rows<kThreads, kCopyBytes>(smem.k, k_gmem(key), params.k.stride_n, keys.begin - key, keys.end - key,
-                                         problem.head_dim);
+  const auto load_k = [&](int key) {
+    k_loader.load(smem.k, keys.begin - key, keys.end - key);
+    k_loader.advance(-kKeyTile);
     ptx::cp_async_commit();
   };
-  const auto load_v = [&](int tile) {
-    const int key = tile * kKeyTile;
-    cta::load_rows<kThreads, kCopyBytes>(smem.v, v_gmem(key), params.v.stride_n, keys.begin - key, keys.end - key,
-                                         problem.head_dim_v);
+  const auto load_v = [&](int key) {
+    v_loader.load(smem.v, keys.begin - key, keys.end - key);
+    v_loader.advance(-kKeyTile);
     ptx::cp_async_commit();
   };
 
@@ -82,16 +84,15 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
   attn::Softmax<kM, Accum, !kOnTensorCores> softmax;
   const Accum fold = params.scores.fold;
 
-  const int first_tile = keys.begin / kKeyTile;
-  const int end_tile = keys.begin < keys.end ? ceil_div(keys.end, kKeyTile) : first_tile;
   if (first_tile < end_tile) {
     cta::load_rows<kThreads, kCopyBytes>(smem.q, q_gmem, params.q.stride_n, 0, query_end - query_begin, problem.head_dim);
-    load_k(end_tile - 1);
+    load_k(last_key);
   }
   for (int tile = end_tile - 1; tile >= first_tile; --tile) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // k(tile) is there for everyone, and everyone is done with v(tile + 1)
-    load_v(tile);
+    const int key = tile * kKeyTile;
+    load_v(key);
 
     SFragment s;
     s.zero();
@@ -99,9 +100,9 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
 
     ptx::cp_async_wait<0>();
     __syncthreads();  // v(tile) is there, and everyone is done with k(tile)
-    if (tile > first_tile) load_k(tile - 1);
+    if (tile > first_tile) load_k(key - kKeyTile);
 
-    const int query = query_begin + warp_row, key = tile * kKeyTile;
+    const int query = query_begin + warp_row;
     scores.apply(s, query, key, static_cast<SFragment*>(nullptr));
     softmax.update(s, out, fold);
     if constexpr (kHasDropout) {  // the LSE is of the undropped row

@@ -15,32 +15,43 @@ struct alignas(2 * sizeof(T)) RowStats {
   T delta;
 };
 
+template <class T>
+__device__ __forceinline__ bool is_large(T lse) { return ptx::abs(lse) > kLargeExponent && lse != kInfinity; }
+
 // x becomes p. Stats are those of the fragment's rows, in shared memory.
 template <int kM, int kN, class T>
 __device__ __forceinline__ void probabilities(warp::Fragment<kM, kN, T>& x, const RowStats<T>* stats, T fold) {
+  // Beyond 2^14 an FP32 LSE is coarser than 2^-10: a positive exponent is then rounding, and P is at most 1.
+  T lse[kM][2];
+  bool is_coarse = false;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const T lse = stats[16 * m + warp::fragment_row(2 * half)].lse;
-      // Beyond 2^14 an FP32 LSE is coarser than 2^-10: a positive exponent is then rounding, and P is at most 1.
-      const bool is_coarse = ptx::abs(lse) > kLargeExponent && lse != kInfinity;
-      const bool has_coarse = sizeof(T) == 4 && __any_sync(kFullWarp, is_coarse);
-#pragma unroll
-      for (int n = 0; n < kN; ++n)
-#pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; ++i) x.x[m][n][i] = ptx::fma(x.x[m][n][i], fold, -lse);
-      if (has_coarse && is_coarse) {
-#pragma unroll
-        for (int n = 0; n < kN; ++n)
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) x.x[m][n][i] = x.x[m][n][i] > 0 ? T(0) : x.x[m][n][i];
-      }
-#pragma unroll
-      for (int n = 0; n < kN; ++n)
-#pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; ++i) x.x[m][n][i] = ptx::exp2(x.x[m][n][i]);
+      lse[m][half] = stats[16 * m + warp::fragment_row(2 * half)].lse;
+      is_coarse |= is_large(lse[m][half]);
     }
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x.x[m][n][i] = ptx::fma(x.x[m][n][i], fold, -lse[m][i / 2]);
+  if (sizeof(T) == 4 && __any_sync(kFullWarp, is_coarse)) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (is_large(lse[m][i / 2]) && x.x[m][n][i] > 0) x.x[m][n][i] = 0;
+  }
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x.x[m][n][i] = ptx::exp2(x.x[m][n][i]);
 }
 
 // dp becomes dx. A dropped p carries a minus sign. Unless the tile is full, hidden elements are selected to 0, not multiplied,

@@ -1,5 +1,5 @@
 // Visibility as one band: key j is visible to query i iff i + low <= j <= i + high (contract, Forward step 5).
-// A kernel asks for a tile's key range or query range, whether a tile is full, and one element's visibility.
+// A kernel asks for the key range of a tile or a row, a tile's query range, and whether a tile is full.
 #pragma once
 #include "attn/sequence.cuh"
 
@@ -45,9 +45,11 @@ struct Band {
     return k >= q + queries - 1 + low && k + keys - 1 <= q + high;
   }
 
-  __device__ __forceinline__ bool is_visible(int q, int k) const {
-    if constexpr (!kIsMasked) return k < len_k && q < len_q;
-    return k < len_k && q < len_q && k >= q + low && k <= q + high;
+  // Keys that one query sees, which may be none.
+  __device__ __forceinline__ Range keys_of(int q) const {
+    if (q >= len_q) return {0, 0};
+    if constexpr (!kIsMasked) return {0, len_k};
+    return {q + low, max_of(q + low, min_of(len_k, q + high + 1))};
   }
 };
 

@@ -83,6 +83,7 @@ struct ScoreMap {
       for (int half = 0; half < 2; ++half) {
         const int query_row = query + 16 * m + warp::fragment_row(2 * half);
         const Row row = row_of(query_row, first_col);
+        const Range visible = band.keys_of(query_row);
 #pragma unroll
         for (int n = 0; n < kN; ++n)
 #pragma unroll
@@ -90,7 +91,8 @@ struct ScoreMap {
             const int offset = 8 * n + i;
             T& score = s.x[m][n][2 * half + i];
             T slope = 1, x = -kInfinity;
-            if (is_full || band.is_visible(query_row, first_col + offset)) x = change(score, row, offset, slope);
+            const bool is_visible = uint32(first_col + offset) - uint32(visible.begin) < uint32(visible.end) - uint32(visible.begin);
+            if (is_full || is_visible) x = change(score, row, offset, slope);
             score = x;
             if (derivative) derivative->x[m][n][2 * half + i] = slope;
           }

@@ -15,6 +15,9 @@ struct Softmax {
   T max[kM][2];    // of x, over the row
   T sum[kM][2];    // of exp, this lane's columns only until `finish`
 
+  // What exponents are relative to. A row without keys so far: exp(-inf - 0) = 0.
+  __device__ __forceinline__ T reference(int m, int half) const { return max[m][half] == -kInfinity ? T(0) : max[m][half]; }
+
   __device__ __forceinline__ Softmax() {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -25,40 +28,46 @@ struct Softmax {
       }
   }
 
-  // x becomes p = exp(x - max); `out` so far is brought to the new maximum.
+  // x becomes p = exp(x - max); `out` so far is brought to the new maximum. Rows are taken together, one step after the other:
+  // each row is a chain of dependent instructions, and one chain runs in another's gaps.
   template <int kN, int kNV>
   __device__ __forceinline__ void update(warp::Fragment<kM, kN, T>& x, warp::Fragment<kM, kNV, T>& out, T fold) {
+    T before[kM][2], folded[kM][2];
+    bool is_large = false, has_risen = false;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        T top = -kInfinity;
+        before[m][half] = max[m][half];
 #pragma unroll
-        for (int n = 0; n < kN; ++n) top = ptx::max(top, ptx::max(x.x[m][n][2 * half], x.x[m][n][2 * half + 1]));
-        const T before = max[m][half];
-        const T now = ptx::max(before, warp::row_max(top));
-        const T reference = now == -kInfinity ? T(0) : now;  // a row without keys so far: exp(-inf - 0) = 0
-        max[m][half] = now;
-
-        T folded = ptx::mul(reference, fold);
-        T fall = ptx::mul(before, fold) - folded;  // the same rounded products as in the exponents
-        if (kIsExact || __any_sync(kFullWarp, ptx::abs(folded) > kLargeExponent)) {
-          fall = (before - reference) * fold;
-          folded = 0;
+        for (int n = 0; n < kN; ++n)
+          max[m][half] = ptx::max(max[m][half], ptx::max(x.x[m][n][2 * half], x.x[m][n][2 * half + 1]));
+      }
 #pragma unroll
-          for (int n = 0; n < kN; ++n)
+    for (int m = 0; m < kM; ++m)
 #pragma unroll
-            for (int i = 2 * half; i < 2 * half + 2; ++i) x.x[m][n][i] -= reference;
-        }
-        T total = 0;
+      for (int half = 0; half < 2; ++half) {
+        max[m][half] = warp::row_max(max[m][half]);
+        folded[m][half] = ptx::mul(reference(m, half), fold);
+        is_large |= ptx::abs(folded[m][half]) > kLargeExponent;
+        has_risen |= max[m][half] != before[m][half];
+      }
+    const bool is_subtracted = kIsExact || __any_sync(kFullWarp, is_large);
+    if (is_subtracted) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
 #pragma unroll
         for (int n = 0; n < kN; ++n)
 #pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            x.x[m][n][i] = ptx::exp2(ptx::fma(x.x[m][n][i], fold, -folded));
-            total += x.x[m][n][i];
-          }
-        if (__any_sync(kFullWarp, now != before)) {
+          for (int i = 0; i < 4; ++i) x.x[m][n][i] -= reference(m, i / 2);
+    }
+    if (__any_sync(kFullWarp, has_risen)) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          // Either way the same rounding as in the exponents.
+          const T fall = is_subtracted ? (before[m][half] - reference(m, half)) * fold : ptx::mul(before[m][half], fold) - folded[m][half];
           const T rescale = ptx::exp2(fall);
           sum[m][half] *= rescale;
 #pragma unroll
@@ -66,8 +75,16 @@ struct Softmax {
 #pragma unroll
             for (int i = 2 * half; i < 2 * half + 2; ++i) out.x[m][n][i] *= rescale;
         }
-        sum[m][half] += total;
-      }
+    }
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          x.x[m][n][i] = ptx::exp2(ptx::fma(x.x[m][n][i], fold, is_subtracted ? T(0) : -folded[m][i / 2]));
+          sum[m][i / 2] += x.x[m][n][i];
+        }
   }
 
   // The row's log-sum-exp in natural units, the sink included, and the factor that turns `out` into the result. `unit` brings max to

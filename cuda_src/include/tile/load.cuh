@@ -5,50 +5,66 @@
 
 namespace cf::cta {
 
+// One thread's share of copying tiles of a strided array. What does not change from tile to tile is computed once.
 // kCopyBytes: what every row's address is a multiple of, 16 at best. Below 4 bytes there is no asynchronous copy.
 template <int kThreads, int kCopyBytes, class Tile>
-__device__ __forceinline__ void load_rows(Tile& tile, const typename Tile::Type* gmem, int64 row_stride, int begin, int end,
-                                          int cols) {
+class RowLoader {
   using T = typename Tile::Type;
-  constexpr int kLanes = min_of(kThreads, Tile::kChunks);  // threads along a row; beside a wide row of few threads they come again
-  constexpr int kRowStep = min_of(kThreads / kLanes, Tile::kRows);
+  static constexpr int kLanes = min_of(kThreads, Tile::kChunks);  // threads along a row; beside a wide row of few threads they come again
+  static constexpr int kRowStep = min_of(kThreads / kLanes, Tile::kRows);
   static_assert(kRowStep >= 1);
-  const int first_row = threadIdx.x / kLanes;
-  if (kThreads % kLanes != 0 && first_row >= kRowStep) return;
 
-#pragma unroll
-  for (int part = 0; part < ceil_div(Tile::kChunks, kLanes); ++part) {
-    const int chunk = threadIdx.x % kLanes + part * kLanes, col = chunk * Tile::kChunk;
-    if (Tile::kChunks % kLanes != 0 && chunk >= Tile::kChunks) break;
-    const T* src = gmem + first_row * row_stride + col;
-    const int in_row = clamp(cols - col, 0, Tile::kChunk);  // elements
+  const T* rows;  // of the tile that comes next
+  int64 stride;
+  int cols;
 
-    if (kCopyBytes == 16 && begin <= 0 && end >= Tile::kRows) {  // every row is there: nothing to ask
-      if (in_row == 0) src = gmem;
+ public:
+  __device__ __forceinline__ RowLoader(const T* rows, int64 stride, int cols) : rows(rows), stride(stride), cols(cols) {}
+  // The next tile begins at this row, or so many rows further on.
+  __device__ __forceinline__ void seek(const T* first_row) { rows = first_row; }
+  __device__ __forceinline__ void advance(int count) { rows += count * stride; }
+
+  __device__ __forceinline__ void load(Tile& tile, int begin, int end) const {
+    const int first_row = threadIdx.x / kLanes;
+    if (kThreads % kLanes != 0 && first_row >= kRowStep) return;
 #pragma unroll
-      for (int step = 0; step < ceil_div(Tile::kRows, kRowStep); ++step, src += kRowStep * row_stride) {
-        const int row = first_row + step * kRowStep;
-        if (Tile::kRows % kRowStep != 0 && row >= Tile::kRows) break;
-        ptx::cp_async<16>(ptx::shared_address(tile.at(row, col)), src, in_row * static_cast<int>(sizeof(T)));
+    for (int part = 0; part < ceil_div(Tile::kChunks, kLanes); ++part) {
+      const int chunk = threadIdx.x % kLanes + part * kLanes, col = chunk * Tile::kChunk;
+      if (Tile::kChunks % kLanes != 0 && chunk >= Tile::kChunks) break;
+      const T* from = rows + first_row * stride + col;
+      const int in_row = clamp(cols - col, 0, Tile::kChunk);  // elements
+
+      if (kCopyBytes == 16 && begin <= 0 && end >= Tile::kRows) {  // every row is there: nothing to ask
+#pragma unroll
+        for (int step = 0; step < ceil_div(Tile::kRows, kRowStep); ++step, from += kRowStep * stride) {
+          const int row = first_row + step * kRowStep;
+          if (Tile::kRows % kRowStep != 0 && row >= Tile::kRows) break;
+          ptx::cp_async<16>(ptx::shared_address(tile.at(row, col)), from, in_row * static_cast<int>(sizeof(T)));
+        }
+        continue;
       }
-      continue;
-    }
 #pragma unroll 1
-    for (int row = first_row; row < Tile::kRows; row += kRowStep, src += kRowStep * row_stride) {
-      const int valid = row >= begin && row < end ? in_row : 0;
-      T* dst = tile.at(row, col);
-      if constexpr (kCopyBytes >= 4) {
-        constexpr int kPart = kCopyBytes / sizeof(T);
+      for (int row = first_row; row < Tile::kRows; row += kRowStep, from += kRowStep * stride) {
+        const int valid = row >= begin && row < end ? in_row : 0;
+        T* dst = tile.at(row, col);
+        if constexpr (kCopyBytes >= 4) {
+          constexpr int kPart = kCopyBytes / sizeof(T);
 #pragma unroll
-        for (int at = 0; at < Tile::kChunk; at += kPart)
-          ptx::cp_async<kCopyBytes>(ptx::shared_address(dst + at), valid > at ? src + at : gmem,
-                                    clamp(valid - at, 0, kPart) * static_cast<int>(sizeof(T)));
-      } else {
+          for (int at = 0; at < Tile::kChunk; at += kPart)
+            ptx::cp_async<kCopyBytes>(ptx::shared_address(dst + at), from + at, clamp(valid - at, 0, kPart) * static_cast<int>(sizeof(T)));
+        } else {
 #pragma unroll
-        for (int i = 0; i < Tile::kChunk; ++i) dst[i] = i < valid ? src[i] : convert<T>(0.0f);
+          for (int i = 0; i < Tile::kChunk; ++i) dst[i] = i < valid ? from[i] : convert<T>(0.0f);
+        }
       }
     }
   }
+};
+
+// A tile that is loaded but once.
+template <int kThreads, int kCopyBytes, class Tile>
+__device__ __forceinline__ void load_rows(Tile& tile, const typename Tile::Type* rows, int64 stride, int begin, int end, int cols) {
+  RowLoader<kThreads, kCopyBytes, Tile>(rows, stride, cols).load(tile, begin, end);
 }
 
 // Zeroes the rows of a tile that `is_chosen` names.

@@ -10,32 +10,34 @@ namespace cf::warp {
 // Which axis of an operand runs along a row of its shared tile: the contraction (K) or the result's own (MN).
 enum class Major { K, MN };
 
-// A lane's row of the 16x16 blocks that ldmatrix reads. Moving by whole blocks keeps the row's phase, so every address is this one
-// plus a constant, with one XOR for the chunk: nothing else need stay in registers.
+// A lane's row of the 16x16 blocks that ldmatrix reads. Moving by whole blocks keeps the row's phase, and below the swizzle's bits
+// the address is otherwise zero: a block's address is this one with one XOR and an immediate offset.
 template <class Tile>
 struct Cursor {
-  uint32 address;  // of the lane's row
-  int phase;       // what the lane's chunk and its row's swizzle do to an even chunk number
+  uint32 address;  // of the lane's chunk in the first block
 
   __device__ __forceinline__ Cursor(const Tile& tile, int row, int chunk)
-      : address(ptx::shared_address(tile.data + row * Tile::kCols)), phase(Tile::phase(row) ^ chunk) {}
+      : address(ptx::shared_address(tile.data + row * Tile::kCols) + (chunk ^ Tile::phase(row)) * 16) {}
   __device__ __forceinline__ uint32 at(int rows, int col) const {
-    return address + rows * Tile::kCols * static_cast<int>(sizeof(typename Tile::Type)) + (col / Tile::kChunk ^ phase) * 16;
+    const int chunk = col / Tile::kChunk, swizzled = chunk & Tile::kPhaseMask;
+    return (address ^ swizzled * 16) + (chunk - swizzled) * 16 + rows * Tile::kCols * static_cast<int>(sizeof(typename Tile::Type));
   }
 };
 
-// The operand blocks along (own axis, contraction), the first at index `mn0` of the own axis.
-template <Major kMajor, bool kIsA, class Tile>
+// The operand blocks along (own axis, contraction), the first at index `mn0`, a multiple of the warp's share kExtent, of the own axis.
+template <Major kMajor, bool kIsA, int kExtent, class Tile>
 struct Operand {
   Cursor<Tile> cursor;
   int mn0;
 
+  // Indices within a share of a power of two have no bit in common with where it begins, so the cursor can begin there.
+  static constexpr bool kIsMoved = kMajor == Major::MN && (kExtent & (kExtent - 1)) == 0;
   // ldmatrix orders its four 8x8 matrices by lane / 8: A wants (m, k), (m + 8, k), (m, k + 8), (m + 8, k + 8); B the middle two swapped.
   static constexpr bool kRowsFirst = (kMajor == Major::K) == kIsA;
   __device__ __forceinline__ Operand(const Tile& tile, int mn0)
       : cursor(tile, (kMajor == Major::K ? mn0 : 0) + lane() % 8 + (kRowsFirst ? lane() / 8 % 2 : lane() / 16) * 8,
-               kRowsFirst ? lane() / 16 : lane() / 8 % 2),
-        mn0(mn0) {}
+               (kRowsFirst ? lane() / 16 : lane() / 8 % 2) + (kIsMoved ? mn0 / Tile::kChunk : 0)),
+        mn0(kIsMoved ? 0 : mn0) {}
   __device__ __forceinline__ void load(uint32 (&x)[4], int mn, int k) const {
     ptx::ldmatrix<kMajor == Major::MN>(x, kMajor == Major::K ? cursor.at(mn, k) : cursor.at(k, mn0 + mn));
   }
@@ -63,8 +65,8 @@ __device__ __forceinline__ void matmul(Fragment<kM, kN, A>& acc, const TileA& a_
   using T = typename TileA::Type;
   if constexpr (kIsHalf<T>) {
     static_assert(kK % 16 == 0 && kN % 2 == 0);
-    const Operand<kMajorA, true, TileA> a_blocks(a_smem, m0);
-    const Operand<kMajorB, false, TileB> b_blocks(b_smem, n0);
+    const Operand<kMajorA, true, 16 * kM, TileA> a_blocks(a_smem, m0);
+    const Operand<kMajorB, false, 8 * kN, TileB> b_blocks(b_smem, n0);
     constexpr int kPairs = kN / 2;
     // Each block is asked for one step before its use, so that ldmatrix runs behind the products.
     uint32 a[2][kM][4], b[2][4];
@@ -126,7 +128,7 @@ __device__ __forceinline__ void matmul(Fragment<kM, kN, A>& acc, const TileA& a_
 template <Major kMajorB, class T, int kM, int kKTiles, int kN, class A, class TileB>
 __device__ __forceinline__ void matmul(Fragment<kM, kN, A>& acc, const Fragment<kM, kKTiles, A>& a, const TileB& b_smem, int n0) {
   static_assert(kIsHalf<T> && kKTiles % 2 == 0 && kN % 2 == 0);
-  const Operand<kMajorB, false, TileB> b_blocks(b_smem, n0);
+  const Operand<kMajorB, false, 8 * kN, TileB> b_blocks(b_smem, n0);
 #pragma unroll
   for (int k = 0; k < kKTiles; k += 2) {
     uint32 a_frag[kM][4];

@@ -23,12 +23,8 @@ struct Shared {
 
   // A row of 128-byte multiples shifts by row % 8; one of an odd multiple of 64 bytes already alternates between two halves
   // of the banks, so a shift by (row / 2) % 4 suffices; of 32 bytes, (row / 4) % 2.
-  __device__ __forceinline__ static int phase(int row) {
-    if constexpr (kChunks % 8 == 0) return row & 7;
-    else if constexpr (kChunks % 4 == 0) return (row >> 1) & 3;
-    else if constexpr (kChunks % 2 == 0) return (row >> 2) & 1;
-    else return 0;
-  }
+  static constexpr int kPhaseMask = kChunks % 8 == 0 ? 7 : kChunks % 4 == 0 ? 3 : kChunks % 2 == 0 ? 1 : 0;
+  __device__ __forceinline__ static int phase(int row) { return row / (8 / (kPhaseMask + 1)) & kPhaseMask; }
   __device__ __forceinline__ T* at(int row, int col) {
     return data + row * kCols + (col / kChunk ^ phase(row)) * kChunk + col % kChunk;
   }
