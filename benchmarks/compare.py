@@ -177,7 +177,7 @@ def markdown(records: Sequence[Row]) -> str:
         parts += [_standard_table(together(series), "Forward and backward")]
     else:
         parts += [_rates_table([row for row in series if row["pass"] == one_pass], one_pass) for one_pass in PASSES]
-    parts += [_list_table(alone), "".join(f"- {remark}\n" for remark in _remarks(rows))]
+    parts += [_list_table(alone), _merges_table(records), "".join(f"- {remark}\n" for remark in _remarks(rows))]
     return "\n".join(part for part in parts if part)
 
 
@@ -264,6 +264,16 @@ def _list_table(rows: Sequence[Row]) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"- {line}" for line in _held_to(rows))]) + "\n"
+
+
+def _merges_table(records: Sequence[Row]) -> str:
+    """A line for every merge of states."""
+    rows = [record for record in records if "merge" in record]
+    if not rows:
+        return ""
+    lines = ["| merge of | MB moved | TB/s | of a copy's rate |", "|---|---|---|---|"]
+    lines += [f"| {r['merge']} | {r['bytes'] / 1e6:,.0f} | {r['tb_s']:.2f} | {r['of_copy']:.2f} |" for r in rows]
+    return "\n".join(lines) + "\n"
 
 
 def length_label(length: int) -> str:

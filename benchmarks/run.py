@@ -246,12 +246,13 @@ def ceilings(device: Any) -> dict[str, float]:
     product = torch.empty_like(a)
     source = torch.randn(2**28, device=device)
     target = torch.empty_like(source)
-    gemm = _call_ms(lambda: torch.mm(a, b, out=product))
-    copy = _call_ms(lambda: target.copy_(source))
+    gemm = call_ms(lambda: torch.mm(a, b, out=product))
+    copy = call_ms(lambda: target.copy_(source))
     return {"gemm_tflops": 2 * 8192**3 / gemm / 1e9, "copy_tb_s": 2 * source.nbytes / copy / 1e9}
 
 
-def _call_ms(call: Callable[[], Any], reps: int = 20) -> float:
+def call_ms(call: Callable[[], Any], reps: int = 20) -> float:
+    """The median time of a call on the GPU in milliseconds."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(WARM_UP + reps + 1)]
     for event in events:
         event.record()

@@ -15,7 +15,6 @@ namespace cf {
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kM = kQueryTile / 16;
 constexpr int kN = kKeyTile / kWarps / 8;
-constexpr bool kOnTensorCores = kIsHalf<Element>;
 using Accum = AccumOf<Element>::Type;
 using Stats = attn::RowStats<Accum>;
 static_assert(kKeyTile == kWarps * kN * 8 && kQueryTile == kM * 16);
@@ -31,7 +30,7 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
 
-using Switches = attn::Switches<Accum, BiasElement, kIsMasked, kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative, kOnTensorCores>;
+using Switches = attn::Switches<Accum, BiasElement, kIsMasked, kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative, kIsHalf<Element>>;
 using warp::Major;
 
 // The indices [begin, end) of an axis that fall into place `place` of the gradient: its own one, or all of them.

@@ -5,7 +5,7 @@
 //
 // Beside bwd_generic it makes a backward without atomics: 7 matrix products instead of 5, every sum in the order of the tiles.
 // Tiles     q, dout [kQueryTile, .] for the whole block; k, v [kKeyTile, .] in kStages cp.async stages; a warp owns
-//           kQueryTile / kWarps query rows. Without tensor cores ds passes through shared memory, each warp its own rows.
+//           kQueryTile / kWarps query rows. For double ds passes through shared memory, each warp its own rows.
 #include "attn/gradient.cuh"
 #include "tile/load.cuh"
 #include "tile/matmul.cuh"
@@ -15,7 +15,6 @@ namespace cf {
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kWarpRows = kQueryTile / kWarps;
 constexpr int kM = kWarpRows / 16;
-constexpr bool kOnTensorCores = kIsHalf<Element>;
 using Accum = AccumOf<Element>::Type;
 using Stats = attn::RowStats<Accum>;
 static_assert(kQueryTile == kWarps * kM * 16, "a warp owns whole 16-row tiles");
@@ -34,7 +33,7 @@ struct Smem : warp::Passage<Element, kQueryTile, kKeyTile> {  // of ds
 };
 static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
 
-using Switches = attn::Switches<Accum, BiasElement, kIsMasked, kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative, kOnTensorCores>;
+using Switches = attn::Switches<Accum, BiasElement, kIsMasked, kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative, kIsHalf<Element>>;
 using SFragment = warp::Fragment<kM, kKeyTile / 8, Accum>;
 using DqFragment = warp::Fragment<kM, kHeadDim / 8, Accum>;
 using warp::Major;

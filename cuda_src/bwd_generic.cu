@@ -19,7 +19,6 @@ namespace cf {
 
 constexpr int kThreads = kWarps * kWarpSize;
 static_assert(attn::kRowPad % kQueryTile == 0, "workspaces are padded to whole tiles");
-constexpr bool kOnTensorCores = kIsHalf<Element>;
 using Accum = AccumOf<Element>::Type;
 constexpr int kScoreM = kQueryTile / kScoreWarps / 16;
 constexpr int kScoreN = kKeyTile / (kWarps / kScoreWarps) / 8;
@@ -48,7 +47,7 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
 
-using Switches = attn::Switches<Accum, BiasElement, kIsMasked, kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative, kOnTensorCores>;
+using Switches = attn::Switches<Accum, BiasElement, kIsMasked, kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative, kIsHalf<Element>>;
 using warp::Major;
 
 }  // namespace cf

@@ -6,7 +6,7 @@
 // Tiles     q [kQueryTile, kHeadDim], k [kKeyTile, kHeadDim], v [kKeyTile, kHeadDimV]; a warp owns kQueryTile / kWarps query rows
 //           for all keys, so no softmax statistic leaves the warp.
 // Shared    q for the whole block; k and v are the two stages of one cp.async pipeline: v(j) arrives while s(j) is multiplied,
-//           k(j - 1) while p(j) v(j) is. Without tensor cores, p passes through shared memory, each warp its own rows.
+//           k(j - 1) while p(j) v(j) is. For double, p passes through shared memory, each warp its own rows.
 // Registers s and out fragments of a warp: kQueryTile / kWarps x (kKeyTile + kHeadDimV) / 32 numbers a lane.
 // Order     key tiles from the last to the first, so that a causal block meets its diagonal first; sums are in a fixed order.
 #include "attn/dropout.cuh"
@@ -20,7 +20,6 @@ namespace cf {
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kWarpRows = kQueryTile / kWarps;
 constexpr int kM = kWarpRows / 16;
-constexpr bool kOnTensorCores = kIsHalf<Element>;
 static_assert(kQueryTile == kWarps * kM * 16, "a warp owns whole 16-row tiles");
 static_assert(kKeyTile % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0);
 
@@ -32,7 +31,7 @@ struct Smem : warp::Passage<Element, kQueryTile, kKeyTile> {  // of p
 static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
 
 using Accum = AccumOf<Element>::Type;
-using Switches = attn::Switches<Accum, BiasElement, kIsMasked, kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative, kOnTensorCores>;
+using Switches = attn::Switches<Accum, BiasElement, kIsMasked, kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative, kIsHalf<Element>>;
 using SFragment = warp::Fragment<kM, kKeyTile / 8, Accum>;
 using OutFragment = warp::Fragment<kM, kHeadDimV / 8, Accum>;
 
@@ -81,7 +80,7 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
   const int warp_row = threadIdx.x / kWarpSize * kWarpRows;
   OutFragment out;
   out.zero();
-  attn::Softmax<kM, Accum, !kOnTensorCores> softmax;
+  attn::Softmax<kM, Accum, !kIsHalf<Element>> softmax;
   const Accum fold = params.scores.fold;
 
   if (first_tile < end_tile) {

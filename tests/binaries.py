@@ -94,6 +94,7 @@ def cover(device: Device) -> dict[str, Plan[Any]]:
             if is_held(asked := spec(dtype, dim), device):
                 add(f"{dtype} D{dim}", plans(asked, device))
     add("negative scale", plans(spec(features=Features(negative_scale=True)), device))  # alone, as others replace it
+    add("tf32", plans(spec("float32", allow_tf32=True), device)[:1])
     for number, row in enumerate(pairwise()):
         dim, dim_v = SHAPES[number % len(SHAPES)]
         asked = spec_of({"dtype": PAIR_DTYPES[number % 4], "dim": dim, "dim_v": dim_v} | row)

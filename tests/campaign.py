@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
+import json
 import math
 import multiprocessing
 import os
@@ -23,12 +25,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 import cupyflash as cf
+from cupyflash import _environment
 from cupyflash.testing import assert_close, peer, peer_bwd, reference, reference_bwd, rounding_terms
 from tests.backends import Backend, CupyBackend, NumpyBackend, arranged
 from tests.cases import DTYPES
@@ -454,6 +458,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, help="start no problem after these")
     parser.add_argument("--kinds", type=int, help="kinds to draw from; default one a problem, on a GPU one in ten")
     parser.add_argument("--dtype", type=names, default=list(DTYPES), help="comma-separated; default all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write here what was found, and on what")
     parser.add_argument("--features", type=names, default=list(FEATURES), help="what may occur; default all")
     arguments = parser.parse_args(argv)
     unknown = {*arguments.features} - {*FEATURES} | {*arguments.dtype} - {*DTYPES}
@@ -484,7 +489,16 @@ def main(argv: list[str] | None = None) -> int:
     for name, count in unjudged.most_common():
         print(f"not judged: {name} {count}")
     print(f"seconds: {time.perf_counter() - began:.0f}")
+    if arguments.json:
+        found = {"problems": judged, "wrong": wrong, "refused": dict(refused), "not judged": dict(unjudged)}
+        _write(arguments.json, {"backend": arguments.backend, "seed": seed, "kinds": kinds, **found})
     return 1 if wrong else 0
+
+
+def _write(file: Path, found: dict[str, Any]) -> None:
+    machine = {fact.label: fact.text for fact in _environment.facts() if fact.label != "kernel cache"}  # a path
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    file.write_text(json.dumps({"date": today, "machine": machine, **found}, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -511,8 +511,15 @@ def _pairs_of(levels: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
 PAIRS = [*_pairwise(_FACTORS, "pairs"), *_pairwise(_FACTORS | _REFUSABLE, "pairs of all")]
 
 
-def product() -> Iterator[Case]:
-    """Every legal combination of the features in `_IN_PRODUCT`."""
+PRODUCT_PARTS = range(12)  # so that processes can share it
+
+
+def product(part: int) -> Iterator[Case]:
+    """Every legal combination of the features in `_IN_PRODUCT`, of which each part has its share."""
+    return itertools.islice(_whole_product(), part, None, len(PRODUCT_PARTS))
+
+
+def _whole_product() -> Iterator[Case]:
     factors = {name: choices for name, choices in (_FACTORS | _REFUSABLE).items() if name in _IN_PRODUCT}
     for levels in itertools.product(*(range(len(choices)) for choices in factors.values())):
         case = _combined(factors, levels, f"product {'-'.join(map(str, levels))}")

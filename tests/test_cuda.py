@@ -130,6 +130,51 @@ def test_empty_rows_do_not_touch_a_nan_in_dout(gpu: CupyBackend, rng: Random) ->
             assert gpu.get(getattr(grads, name)).tobytes() == gpu.get(getattr(clean, name)).tobytes(), name
 
 
+@pytest.mark.parametrize("dtype", [BF16, np.float32])
+def test_deterministic_gradients_repeat_beside_a_busy_stream(gpu: CupyBackend, dtype: Any, rng: Random) -> None:
+    """100 times, grouped heads, dbias and dsink too, while another stream's work comes between the blocks."""
+    cupy = gpu.xp
+    q, dout = (gpu.put(_draw(rng, 2, 333, 6, 64, dtype=dtype)) for _ in range(2))
+    k, v = (gpu.put(_draw(rng, 2, 401, 2, 64, dtype=dtype)) for _ in range(2))
+    given = {
+        "bias": gpu.put(_draw(rng, 6, 333, 401, dtype=np.float32)),
+        "sink": gpu.put(_draw(rng, 6, dtype=np.float32)),
+    }
+    attention = cf.Attention(causal=True, deterministic=True)
+    saved = attention.fwd(q, k, v, **given)
+    bits = np.uint16 if dtype == BF16 else np.uint32
+    first = [
+        grad.view(np.uint32 if grad.dtype == np.float32 else bits)
+        for grad in attention.bwd(q, k, v, *saved, dout, **given)
+    ]
+    busy, noise = cupy.cuda.Stream(non_blocking=True), gpu.put(rng.standard_normal(2**22))
+    differs = cupy.zeros((100, len(first)), bool)
+    cupy.cuda.get_current_stream().synchronize()
+    for repeat in range(100):
+        with busy:
+            for _ in range(1 + repeat % 4):
+                noise = cupy.tanh(noise)
+        for number, grad in enumerate(attention.bwd(q, k, v, *saved, dout, **given)):
+            differs[repeat, number] = (grad.view(first[number].dtype) != first[number]).any()
+    busy.synchronize()
+    assert not gpu.get(differs).any()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_float32_is_rounded_to_tf32_only_where_allowed(gpu: CupyBackend, dim: int, rng: Random) -> None:
+    """Standard normal inputs, 600 keys: 10-bit products show in the fourth digit, float32's in the seventh."""
+    host = [_draw(rng, 1, 600, 2, dim, dtype=np.float32) for _ in range(4)]
+    q, k, v, dout = (gpu.put(array) for array in host)
+    exact = dict(zip(("out", "lse"), testing.reference(*host[:3]), strict=True)) | testing.reference_bwd(*host)
+    for allow, least, most in ((False, 0.0, 2e-5), (True, 1e-5, 2e-2)):
+        attention = cf.Attention(allow_tf32=allow)
+        saved = attention.fwd(q, k, v)
+        grads = attention.bwd(q, k, v, *saved, dout)
+        for name, ours in (saved._asdict() | grads._asdict()).items():
+            error = np.abs(gpu.get(ours) - exact[name]).max()
+            assert least <= error <= most, f"{name}: {error} with allow_tf32={allow}"
+
+
 @pytest.mark.parametrize(("name", "dims"), [("q", (257, 64)), ("v", (64, 300))])
 def test_a_refusal_names_the_function_and_the_argument(gpu: CupyBackend, name: str, dims: tuple[int, int]) -> None:
     q, v = (gpu.xp.ones((1, 8, 2, dim), BF16) for dim in dims)

@@ -13,7 +13,7 @@ import pytest
 import cupyflash as cf
 from cupyflash.testing import check_forward
 from tests.backends import Backend, NumpyBackend
-from tests.cases import CASES, DTYPES, PAIRS, Case, Refused, assert_forward, make, parameters, product
+from tests.cases import CASES, DTYPES, PAIRS, PRODUCT_PARTS, Case, Refused, assert_forward, make, parameters, product
 
 Random = np.random.Generator
 
@@ -29,8 +29,9 @@ def test_forward_is_as_close_to_the_reference_as_plain_operations(
 
 
 @pytest.mark.slow
-def test_forward_over_the_product_of_all_features(backend: Backend, rng: Random) -> None:
-    for case in product():
+@pytest.mark.parametrize("part", PRODUCT_PARTS)
+def test_forward_over_the_product_of_all_features(backend: Backend, part: int, rng: Random) -> None:
+    for case in product(part):
         try:
             assert_forward(backend, make(case, "float32", rng))
         except Refused:
@@ -94,7 +95,7 @@ def test_one_key_is_copied(backend: Backend, rng: Random) -> None:
     """Beyond 65,535 rows of a batch, which is where a grid's second axis ends."""
     q, k, v = _qkv(rng, batch=65_537, len_q=1, len_k=1, heads=1, width=4)
     out, lse = _run(backend, q, k, v, scale=1.0)
-    assert (out == v).all()
+    np.testing.assert_array_max_ulp(out, v, maxulp=1)  # of float32, whose last bit three TF32 products may lack
     assert (lse[:, 0, 0] != 0).mean() > 0.9
 
 

@@ -18,7 +18,7 @@ constexpr int kWarpSize = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
 template <class T>
-constexpr bool kIsHalf = sizeof(T) == 2;  // runs on tensor cores; float and double run on FMA
+constexpr bool kIsHalf = sizeof(T) == 2;
 
 template <class A, class B>
 constexpr bool kIsSame = false;

@@ -40,6 +40,7 @@ class _Scores:
     has_bias: bool
     has_dropout: bool
     is_scale_negative: bool
+    is_tf32: bool  # float32 products may be rounded to TF32
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class FwdGeneric(_Scores):
     def smem_bytes(self) -> int:
         item = ITEM_BYTES[self.element]
         tiles = self.query_tile * self.head_dim + self.key_tile * (self.head_dim + self.head_dim_v)
-        probabilities = self.query_tile * self.key_tile if item > 2 else 0  # 16-bit P stays in registers
+        probabilities = self.query_tile * self.key_tile if item == 8 else 0  # else P stays in registers
         return item * (tiles + probabilities)
 
 
@@ -105,7 +106,7 @@ class BwdDqGeneric(_Scores):
     @property
     def smem_bytes(self) -> int:
         item, both_dims = ITEM_BYTES[self.element], self.head_dim + self.head_dim_v
-        scores = self.query_tile * self.key_tile if item > 2 else 0  # 16-bit dS stays in registers
+        scores = self.query_tile * self.key_tile if item == 8 else 0  # else dS stays in registers
         tiles = (self.query_tile + self.stages * self.key_tile) * both_dims
         return item * (tiles + scores) + _stats_bytes(self.element, self.query_tile)
 

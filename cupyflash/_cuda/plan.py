@@ -149,6 +149,7 @@ def _score_constants(spec: Spec) -> dict[str, Any]:
         "has_bias": features.bias,
         "has_dropout": features.dropout,
         "is_scale_negative": features.negative_scale and not changes_scores,  # else the scale itself is multiplied
+        "is_tf32": spec.allow_tf32 and spec.dtype == "float32",
     }
 
 

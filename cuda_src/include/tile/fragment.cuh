@@ -2,6 +2,7 @@
 // Element i of a tile stands at row g + 8 (i / 2), column 2t + i % 2 (g = lane / 4, t = lane % 4).
 #pragma once
 #include "ptx/math.cuh"
+#include "tile/shared.cuh"
 
 namespace cf::warp {
 
@@ -50,8 +51,7 @@ __device__ __forceinline__ void store_shared(Tile& tile, int row, int col, const
         if constexpr (kIsHalf<T>) {
           *reinterpret_cast<uint32*>(dst) = pack<T>(lo, hi);
         } else {
-          dst[0] = lo;
-          dst[1] = hi;
+          *reinterpret_cast<tile::Pair<T>*>(dst) = {{T(lo), T(hi)}};
         }
       }
 }

@@ -24,7 +24,12 @@ struct Shared {
   // A row of 128-byte multiples shifts by row % 8; one of an odd multiple of 64 bytes already alternates between two halves
   // of the banks, so a shift by (row / 2) % 4 suffices; of 32 bytes, (row / 4) % 2.
   static constexpr int kPhaseMask = kChunks % 8 == 0 ? 7 : kChunks % 4 == 0 ? 3 : kChunks % 2 == 0 ? 1 : 0;
-  __device__ __forceinline__ static int phase(int row) { return row / (8 / (kPhaseMask + 1)) & kPhaseMask; }
+  // Lanes read four-byte numbers as (8 rows, 4 x 2 or 4 numbers) and as (8 numbers, 4 rows of one parity): two rows of different
+  // parity must then fall into different halves of the banks, and so must a row and the fourth after it.
+  __device__ __forceinline__ static int phase(int row) {
+    if constexpr (sizeof(T) == 4 && kPhaseMask == 7) return (row ^ (row & 1) << 2) & 7;
+    else return row / (8 / (kPhaseMask + 1)) & kPhaseMask;
+  }
   __device__ __forceinline__ T* at(int row, int col) {
     return data + row * kCols + (col / kChunk ^ phase(row)) * kChunk + col % kChunk;
   }
