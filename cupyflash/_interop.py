@@ -40,8 +40,7 @@ class _Library(Protocol):
 
     def place(self, raw: Any) -> Place: ...
     def view(self, raw: Any) -> tuple[View, str]: ...  # and why it may not be written, or ""
-    def memory(self, raw: Any) -> View: ...  # of an array from `empty`, of which nothing need be asked
-    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> Any: ...
+    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> tuple[Any, View]: ...
     def stream(self, place: Place) -> int: ...
     def contiguous(self, view: View) -> View: ...
     def host(self, view: View) -> np.ndarray: ...
@@ -75,8 +74,7 @@ class Adopted:
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> View:
         """A C-contiguous array of the caller's library on its device and current stream."""
-        raw = self.library.empty(shape, dtype, self.place)
-        view = self.library.memory(raw)
+        raw, view = self.library.empty(shape, dtype, self.place)
         self._made[id(view)] = view, raw
         return view
 
@@ -113,7 +111,7 @@ def adopt(function: str, arrays: dict[str, Any]) -> Adopted:
         its_place = its_library.place(raw)
         if library is None:
             library, place = its_library, its_place
-        elif its_library.name != library.name or its_place != place:
+        elif its_place != place or its_library.name != library.name:
             first = f"`{next(iter(given))}` is {_owner(library, place)}"
             accepted = "all arrays of a call must be of one library and on one device"
             raise TypeError(refusal(function, name, f"is {_owner(its_library, its_place)} and {first}", accepted))
@@ -176,6 +174,15 @@ def has_unit_stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return not shape or shape[-1] <= 1 or strides[-1] == 1 or 0 in shape
 
 
+@functools.lru_cache(maxsize=4096)
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a C-contiguous array."""
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * extent)
+    return tuple(reversed(strides))
+
+
 def require_unit_stride(adopted: Adopted, name: str) -> View:
     """The View of this name, or of a copy by the caller's library when a kernel could not read it in place."""
     view = adopted.views[name]
@@ -184,9 +191,9 @@ def require_unit_stride(adopted: Adopted, name: str) -> View:
     return view
 
 
-def backend(adopted: Adopted) -> Any:
+def backend(place: Place) -> Any:
     """The module that computes where the data lives."""
-    if adopted.backend == "cpu":
+    if place[0] == "cpu":
         from cupyflash import _cpu
 
         return _cpu
@@ -261,8 +268,9 @@ class _NumPy:
     def memory(self, raw: np.ndarray) -> View:
         return self.view(raw)[0]
 
-    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> np.ndarray:
-        return np.empty(shape, NUMPY_DTYPES[dtype])
+    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> tuple[np.ndarray, View]:
+        raw = np.empty(shape, NUMPY_DTYPES[dtype])
+        return raw, self.memory(raw)
 
     def stream(self, place: Place) -> int:
         return 0
@@ -323,10 +331,13 @@ class _Torch:
                 array = raw.view(self.torch.int16).numpy().view(ml_dtypes.bfloat16)
             elif dtype in NUMPY_DTYPES:
                 array = raw.numpy()
-        return View(raw.data_ptr(), tuple(raw.shape), raw.stride(), dtype, array)
+        return View(raw.data_ptr(), raw.shape, raw.stride(), dtype, array)
 
-    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> Any:
-        return self.torch.empty(shape, dtype=getattr(self.torch, dtype), device=self.devices[place])
+    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> tuple[Any, View]:
+        raw = self.torch.empty(shape, dtype=getattr(self.torch, dtype), device=self.devices[place])
+        if place[0] == "cuda":
+            return raw, View(raw.data_ptr(), shape, contiguous(shape), dtype, raw)
+        return raw, self.memory(raw)
 
     def stream(self, place: Place) -> int:
         if self.raw_stream is None:
@@ -364,12 +375,14 @@ class _CuPy:
     def memory(self, raw: Any) -> View:
         return self.view(raw)[0]
 
-    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> tuple[Any, View]:
         cuda = self.cupy.cuda
         if cuda.runtime.getDevice() == place[1]:  # entering a device takes longer than the allocation
-            return self.cupy.empty(shape, NUMPY_DTYPES[dtype])
-        with cuda.Device(place[1]):
-            return self.cupy.empty(shape, NUMPY_DTYPES[dtype])
+            raw = self.cupy.empty(shape, NUMPY_DTYPES[dtype])
+        else:
+            with cuda.Device(place[1]):
+                raw = self.cupy.empty(shape, NUMPY_DTYPES[dtype])
+        return raw, View(raw.data.ptr, shape, contiguous(shape), dtype, raw)
 
     def stream(self, place: Place) -> int:
         return self.cupy.cuda.get_current_stream(place[1]).ptr
@@ -419,10 +432,7 @@ class _DLPack:
                 f"is a {type(raw).__name__} of {dtype} that cannot be read through DLPack ({error})"
             ) from error
 
-    def memory(self, raw: Any) -> View:
-        return (_NumPy() if isinstance(raw, np.ndarray) else _CuPy()).memory(raw)
-
-    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> tuple[Any, View]:
         return self._through(place).empty(shape, dtype, place)
 
     def stream(self, place: Place) -> int:

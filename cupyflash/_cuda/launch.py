@@ -2,33 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .._errors import UnsupportedError
+from .._spec import Blank, FilledIn
 from .compile import kernel
 from .params import pack
 from .plan import MAX_BLOCKS, Plan
+
+Step = Callable[[FilledIn, Any], None]  # what is given, and the stream as CuPy's launch wants it
+
+
+class Launch:
+    """A kernel with its grid and its struct, in which the blanks are filled at each call."""
+
+    __slots__ = ("_blanks", "_block", "_grid", "_kernel", "_name", "_smem_bytes", "_values")
+
+    def __init__(self, plan: Plan[Any], blocks: int, values: tuple[Any, ...], device: int) -> None:
+        if blocks > MAX_BLOCKS:
+            given = f"{blocks} blocks; a grid holds at most {MAX_BLOCKS}"
+            raise UnsupportedError(f"{plan.kernel}: {given}. Split the batch.")
+        self._kernel, self._name = kernel(plan, device), plan.kernel
+        self._grid, self._block, self._smem_bytes = (blocks,), (plan.threads,), plan.smem_bytes
+        self._values = list(values)
+        self._blanks = [(at, value.name, int(value)) for at, value in enumerate(values) if isinstance(value, Blank)]
+
+    def __call__(self, given: FilledIn, stream: Any) -> None:
+        values = self._values.copy()  # another thread may be launching this too
+        for at, name, offset in self._blanks:
+            value = given[name]
+            values[at] = value if isinstance(value, int) else value.ptr + offset
+        self._kernel(self._grid, self._block, (pack(self._name, values),), shared_mem=self._smem_bytes, stream=stream)
+
+
+class Schedule:
+    """What a call runs on its device, in order."""
+
+    def __init__(self, device: int) -> None:
+        import cupy
+
+        self.device = device
+        self.steps: list[Step] = []
+        self._cuda: Any = cupy.cuda
+
+    def launch(self, plan: Plan[Any], blocks: int, values: tuple[Any, ...]) -> None:
+        """Add a launch of `blocks` blocks with this struct; nothing for none."""
+        if blocks:
+            self.steps.append(Launch(plan, blocks, values, self.device))
+
+    def __call__(self, given: FilledIn, stream: int) -> None:
+        if self._cuda.runtime.getDevice() == self.device:  # nearly always; entering the device would cost more
+            self._run(given, _Stream(stream))
+        else:
+            with self._cuda.Device(self.device):
+                self._run(given, _Stream(stream))
+
+    def _run(self, given: FilledIn, stream: Any) -> None:
+        for step in self.steps:
+            step(given, stream)
 
 
 class _Stream:
     """A stream by its pointer, as CuPy's launch wants it."""
 
+    __slots__ = ("ptr",)
+
     def __init__(self, ptr: int) -> None:
         self.ptr = ptr
-
-
-def run(plan: Plan[Any], blocks: int, values: tuple[Any, ...], device: int, stream: int) -> None:
-    """Launch `blocks` blocks with this struct on this stream; nothing for none."""
-    import cupy
-
-    if blocks == 0:
-        return
-    if blocks > MAX_BLOCKS:
-        raise UnsupportedError(f"{plan.kernel}: {blocks} blocks; a grid holds at most {MAX_BLOCKS}. Split the batch.")
-    launch, arguments = kernel(plan, device), (pack(plan.kernel, values),)
-    grid, block, smem_bytes = (blocks,), (plan.threads,), plan.smem_bytes
-    if cupy.cuda.runtime.getDevice() == device:  # nearly always; to enter a device it already is in costs more
-        launch(grid, block, arguments, shared_mem=smem_bytes, stream=_Stream(stream))
-    else:
-        with cupy.cuda.Device(device):
-            launch(grid, block, arguments, shared_mem=smem_bytes, stream=_Stream(stream))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,8 @@ def _dtype(fields: Fields) -> np.dtype:
 
 DTYPES = {name: _dtype(fields) for name, fields in STRUCTS.items()}
 _PACKERS = {kernel: struct.Struct(_format(STRUCTS[name])) for kernel, name in PARAMS.items()}
+# CuPy asks an argument for its dtype's description, which for bytes without fields is short.
+_BYTES = {kernel: np.dtype((np.void, packer.size)) for kernel, packer in _PACKERS.items()}
 
 
 def packer(kernel: str) -> struct.Struct:
@@ -200,6 +203,6 @@ def packer(kernel: str) -> struct.Struct:
     return _PACKERS[kernel]
 
 
-def pack(kernel: str, values: tuple[Any, ...]) -> np.void:
+def pack(kernel: str, values: Iterable[Any]) -> np.void:
     """The flat field values of `kernel`'s struct, in order, as the one by-value argument of its launch."""
-    return np.frombuffer(packer(kernel).pack(*values), DTYPES[PARAMS[kernel]])[0]
+    return np.frombuffer(_PACKERS[kernel].pack(*values), _BYTES[kernel])[0]
