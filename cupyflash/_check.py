@@ -50,11 +50,12 @@ _GRADIENT_OF = {"dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "dsink": "sink
 _ALIGNED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 FORMS = 512  # that are remembered
 _WITH_VALUES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seed", "offset")  # that `check_values` looks at
-_INT_OR_ARRAY = {
-    "q_start": (-POSITION_LIMIT, POSITION_LIMIT, "an int or an int32 array [B]"),
-    "k_start": (-POSITION_LIMIT, POSITION_LIMIT, "an int or an int32 array [B]"),
-    "seed": (0, 2**64, "an int in [0, 2**64) or a one-element int64 or uint64 array"),
-    "offset": (0, 2**32, "an int in [0, 2**32) or a one-element int64 or uint64 array"),
+# Name to default, bounds and what is accepted.
+_INT_OR_ARRAY: dict[str, tuple[int | None, int, int, str]] = {
+    "q_start": (None, -POSITION_LIMIT, POSITION_LIMIT, "an int or an int32 array [B]"),
+    "k_start": (0, -POSITION_LIMIT, POSITION_LIMIT, "an int or an int32 array [B]"),
+    "seed": (None, 0, 2**64, "an int in [0, 2**64) or a one-element int64 or uint64 array"),
+    "offset": (0, 0, 2**32, "an int in [0, 2**32) or a one-element int64 or uint64 array"),
 }
 
 
@@ -98,7 +99,7 @@ class _Plain(NamedTuple):
 
     check: bool
     accumulate: bool
-    ints: dict[str, int]  # by name: what may be an array too, where it is not Call's own default
+    ints: dict[str, int]  # by name: what may be an array too, where it is not the default
     max_seqlen_q: int | None
     max_seqlen_k: int | None
 
@@ -210,9 +211,9 @@ def checked_call(
     `arguments` are all but `plan`, by name; those that are no arrays are taken out.
     """
     plain = _plain(function, arguments)
-    required = ["q", "k", "v"]
+    required = ("q", "k", "v")
     if backward and not planning:
-        required += ["lse", "dout"] if arguments["delta"] is not None else ["out", "lse", "dout"]
+        required += ("lse", "dout") if arguments["delta"] is not None else ("out", "lse", "dout")
     for name in required:
         if arguments[name] is None:
             advice = "It may be None only when `delta` is given." if name == "out" else ""
@@ -224,7 +225,7 @@ def checked_call(
                 raise ValueError(refusal(function, name, "is None", accepted))
     if attention.dropout_p and "seed" not in plain.ints and arguments["seed"] is None and not planning:
         given = f"is None while `dropout_p` is {attention.dropout_p}"
-        raise ValueError(refusal(function, "seed", given, f"{_INT_OR_ARRAY['seed'][2]} is accepted"))
+        raise ValueError(refusal(function, "seed", given, f"{_INT_OR_ARRAY['seed'][-1]} is accepted"))
     adopted = _interop.adopt(function, arguments)
     views = adopted.views
     judged = _judge(
@@ -292,15 +293,12 @@ def _plain(function: str, arguments: dict[str, Any]) -> _Plain:
     check, accumulate = arguments.pop("check"), arguments.pop("accumulate", False)
     hint_q, hint_k = arguments.pop("max_seqlen_q"), arguments.pop("max_seqlen_k")
     ints: dict[str, int] = {}
-    for name, (low, high, accepted) in _INT_OR_ARRAY.items():
+    for name, (default, low, high, accepted) in _INT_OR_ARRAY.items():
         value = arguments[name]
-        if value is None and name in ("q_start", "seed"):
-            continue
-        if type(value) is int or not _interop.is_array(value):
-            del arguments[name]
-            number = _integer(function, name, value, low, high, accepted)
-            if number or name not in ("k_start", "offset"):
-                ints[name] = number
+        if type(value) is type(default) and value == default:
+            arguments[name] = None
+        elif type(value) is int or not _interop.is_array(value):
+            ints[name] = _integer(function, name, arguments.pop(name), low, high, accepted)
     return _Plain(
         _boolean(function, "check", check),
         _boolean(function, "accumulate", accumulate),
@@ -736,7 +734,7 @@ def check_values(checked: Checked) -> None:
     for name in ("seed", "offset"):
         if name in views:
             value = int(adopted.host(name).reshape(-1)[0])
-            low, high, accepted = _INT_OR_ARRAY[name]
+            _, low, high, accepted = _INT_OR_ARRAY[name]
             if not low <= value < high:
                 raise ValueError(refusal(function, name, f"holds {value}", f"{accepted} is accepted"))
 

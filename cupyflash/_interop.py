@@ -44,7 +44,7 @@ class _Library(Protocol):
     def stream(self, place: Place) -> int: ...
     def contiguous(self, view: View) -> View: ...
     def host(self, view: View) -> np.ndarray: ...
-    def give(self, raw: Any, like: Any) -> Any: ...
+    def give(self, raw: Any, given: dict[str, Any]) -> Any: ...  # in the kind of what was given
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Adopted:
         """
         made = self._made.get(id(view))
         if made is not None:
-            return self.library.give(made[1], next(iter(self.given.values())))
+            return self.library.give(made[1], self.given)
         return next(self.given[name] for name, own in self.views.items() if own is view)
 
     def host(self, name: str) -> np.ndarray:
@@ -281,7 +281,7 @@ class _NumPy:
     def host(self, view: View) -> np.ndarray:
         return view.array
 
-    def give(self, raw: Any, like: Any) -> Any:
+    def give(self, raw: Any, given: dict[str, Any]) -> Any:
         return raw
 
 
@@ -290,6 +290,7 @@ class _Torch:
 
     def __init__(self, torch: ModuleType) -> None:
         self.torch: Any = torch
+        self.strided = self.torch.strided
         self.places: dict[Any, Place] = {}  # by torch.device, which is slow to ask for its type
         self.devices: dict[Place, Any] = {}
         # What code from torch.compile calls for its launches; current_stream makes a Stream object each time.
@@ -304,11 +305,10 @@ class _Torch:
         return place
 
     def view(self, raw: Any) -> tuple[View, str]:
-        torch = self.torch
-        if raw.layout is not torch.strided:
+        if raw.layout is not self.strided:
             raise _Unreadable(f"is a tensor of layout {raw.layout}, without strides")
         if raw.requires_grad:
-            if torch.is_grad_enabled():
+            if self.torch.is_grad_enabled():
                 raise _Unreadable(
                     "requires grad while grad mode is on, and this function records no graph",
                     "a tensor without grad is accepted",
@@ -350,7 +350,7 @@ class _Torch:
     def host(self, view: View) -> np.ndarray:
         return view.array if isinstance(view.array, np.ndarray) else view.array.cpu().numpy()
 
-    def give(self, raw: Any, like: Any) -> Any:
+    def give(self, raw: Any, given: dict[str, Any]) -> Any:
         return raw
 
 
@@ -395,7 +395,7 @@ class _CuPy:
         with view.array.device:
             return view.array.get()
 
-    def give(self, raw: Any, like: Any) -> Any:
+    def give(self, raw: Any, given: dict[str, Any]) -> Any:
         return raw
 
 
@@ -444,7 +444,8 @@ class _DLPack:
     def host(self, view: View) -> np.ndarray:
         return view.array if isinstance(view.array, np.ndarray) else _CuPy().host(view)
 
-    def give(self, raw: Any, like: Any) -> Any:
+    def give(self, raw: Any, given: dict[str, Any]) -> Any:
+        like = next(iter(given.values()))
         if not hasattr(like, "__array_namespace__"):
             return raw
         return like.__array_namespace__().from_dlpack(raw)

@@ -6,34 +6,29 @@ from collections.abc import Callable
 from typing import Any
 
 from .._errors import UnsupportedError
-from .._spec import Blank, FilledIn
+from .._spec import FilledIn
 from .compile import kernel
-from .params import pack
+from .params import Template
 from .plan import MAX_BLOCKS, Plan
 
 Step = Callable[[FilledIn, Any], None]  # what is given, and the stream as CuPy's launch wants it
 
 
 class Launch:
-    """A kernel with its grid and its struct, in which the blanks are filled at each call."""
+    """A kernel with its grid and its struct, whose blanks are filled at each call."""
 
-    __slots__ = ("_blanks", "_block", "_grid", "_kernel", "_name", "_smem_bytes", "_values")
+    __slots__ = ("_block", "_grid", "_kernel", "_smem_bytes", "_struct")
 
     def __init__(self, plan: Plan[Any], blocks: int, values: tuple[Any, ...], device: int) -> None:
         if blocks > MAX_BLOCKS:
             given = f"{blocks} blocks; a grid holds at most {MAX_BLOCKS}"
             raise UnsupportedError(f"{plan.kernel}: {given}. Split the batch.")
-        self._kernel, self._name = kernel(plan, device), plan.kernel
+        self._kernel, self._struct = kernel(plan, device), Template(plan.kernel, values)
         self._grid, self._block, self._smem_bytes = (blocks,), (plan.threads,), plan.smem_bytes
-        self._values = list(values)
-        self._blanks = [(at, value.name, int(value)) for at, value in enumerate(values) if isinstance(value, Blank)]
 
     def __call__(self, given: FilledIn, stream: Any) -> None:
-        values = self._values.copy()  # another thread may be launching this too
-        for at, name, offset in self._blanks:
-            value = given[name]
-            values[at] = value if isinstance(value, int) else value.ptr + offset
-        self._kernel(self._grid, self._block, (pack(self._name, values),), shared_mem=self._smem_bytes, stream=stream)
+        arguments = (self._struct.filled(given),)
+        self._kernel(self._grid, self._block, arguments, shared_mem=self._smem_bytes, stream=stream)
 
 
 class Schedule:

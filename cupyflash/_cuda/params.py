@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+
+from .._spec import Blank, FilledIn, View
 
 # Pointer fields are P: an address, 0 for null.
 TENSOR = (("data", "P"), ("stride_b", "q"), ("stride_n", "q"), ("stride_h", "q"))
@@ -194,8 +195,6 @@ def _dtype(fields: Fields) -> np.dtype:
 
 DTYPES = {name: _dtype(fields) for name, fields in STRUCTS.items()}
 _PACKERS = {kernel: struct.Struct(_format(STRUCTS[name])) for kernel, name in PARAMS.items()}
-# CuPy asks an argument for its dtype's description, which for bytes without fields is short.
-_BYTES = {kernel: np.dtype((np.void, packer.size)) for kernel, packer in _PACKERS.items()}
 
 
 def packer(kernel: str) -> struct.Struct:
@@ -203,6 +202,32 @@ def packer(kernel: str) -> struct.Struct:
     return _PACKERS[kernel]
 
 
-def pack(kernel: str, values: Iterable[Any]) -> np.void:
-    """The flat field values of `kernel`'s struct, in order, as the one by-value argument of its launch."""
-    return np.frombuffer(_PACKERS[kernel].pack(*values), _BYTES[kernel])[0]
+class Template:
+    """A kernel's struct, packed once but for its blanks: between them lie bytes, so that a call packs few values."""
+
+    __slots__ = ("_blanks", "_dtype", "_pack", "_parts")
+
+    def __init__(self, kernel: str, values: tuple[Any, ...]) -> None:
+        codes, packed = _format(STRUCTS[PARAMS[kernel]]), packer(kernel).pack(*values)
+        self._parts: list[Any] = []
+        self._blanks: list[tuple[int, str, int]] = []  # which part, the name of what fills it, and what is added
+        form, end = "=", 0
+        for at, value in enumerate(values):
+            if isinstance(value, Blank):
+                code = codes[at].replace("P", "Q")  # sizes are spelled out, and so is an address's
+                begin, end = end, struct.calcsize(codes[: at + 1])
+                constant = packed[begin : end - struct.calcsize(code)]
+                form += f"{len(constant)}s{code}"
+                self._blanks.append((len(self._parts) + 1, value.name, int(value)))
+                self._parts += [constant, 0]
+        self._parts.append(packed[end:])
+        self._pack = struct.Struct(f"{form}{len(packed) - end}s").pack
+        self._dtype = np.dtype((np.void, len(packed)))  # without fields: CuPy is slow to copy those
+
+    def filled(self, given: FilledIn) -> np.void:
+        """The one by-value argument of the kernel's launch."""
+        parts = self._parts.copy()  # another thread may be filling this too
+        for at, name, offset in self._blanks:
+            value = given[name]
+            parts[at] = value.ptr + offset if type(value) is View else value
+        return np.frombuffer(self._pack(*parts), self._dtype)[0]
