@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 from cupyflash import _check, _interop
 from cupyflash._check import Checked, Judged
 from cupyflash._errors import refusal
-from cupyflash._spec import Work
+from cupyflash._spec import View, Work
 
 
 class AttnOutput(NamedTuple):
@@ -147,7 +147,7 @@ class Attention:
         out: Any = None, lse: Any = None, workspace: Any = None, check: bool = False, plan: Any = None,
     ) -> AttnOutput:  # fmt: skip
         """`attn_fwd` with these options; see there for the arguments."""
-        return PreparedCall("attn_fwd", self, _arguments(locals()), backward=False).run()
+        return _call("attn_fwd", self, _arguments(locals()), backward=False)
 
     def bwd(
         self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *,
@@ -159,7 +159,7 @@ class Attention:
         workspace: Any = None, check: bool = False, plan: Any = None,
     ) -> Any:  # fmt: skip
         """`attn_bwd` with these options; see there for the arguments. Returns `AttnGrads`."""
-        return PreparedCall("attn_bwd", self, _arguments(locals()), backward=True).run()
+        return _call("attn_bwd", self, _arguments(locals()), backward=True)
 
     def plan(
         self, q: Any, k: Any, v: Any, backward: bool = False, *,
@@ -270,8 +270,61 @@ class PreparedCall:
         views, give, results = adopted.views, adopted.give, ready.results
         return results(*[give(views[name]) for name in results._fields])
 
+    @property
+    def plan(self) -> Any:
+        """What `Attention.plan` says of such a call."""
+        return self.ready.plan
+
     def __repr__(self) -> str:
-        return f"PreparedCall({'backward' if self.checked.judged.backward else 'forward'}, {self.ready.plan!r})"
+        return f"PreparedCall({'backward' if self.checked.judged.backward else 'forward'}, {self.plan!r})"
+
+
+class _Accepted(NamedTuple):
+    """What is left to do of a call whose like was taken, and of whose arrays nothing but the addresses is its own."""
+
+    ready: _Ready
+    outputs: tuple[tuple[str, tuple[int, ...], str], ...]
+    ints: dict[str, int]
+    library: Any
+    place: _interop.Place
+
+    def run(self, addresses: dict[str, View | int]) -> Any:
+        ready, outputs, ints, library, place = self
+        given, made = addresses | ints, []
+        for name, shape, dtype in outputs:
+            raw, given[name] = library.empty(shape, dtype, place)
+            made.append(raw)
+        if ready.workspace_bytes:
+            _, given["workspace"] = library.empty((ready.workspace_bytes,), "uint8", place)
+        ready.work(given, library.stream(place))
+        return ready.results(*made)
+
+
+_accepted: dict[tuple[Any, ...], _Accepted] = {}
+
+
+def _call(function: str, attention: Attention, arguments: dict[str, Any], *, backward: bool) -> Any:
+    """Check, plan, allocate and compute: the first two once, where a glance at the arguments tells it all.
+
+    It does not where outputs are given, which must overlap nothing, where values are looked at, and where an array is
+    read through a copy.
+    """
+    glance = _interop.glance(arguments)
+    if glance is None:
+        return PreparedCall(function, attention, arguments, backward=backward).run()
+    key = function, attention, glance.form
+    accepted = _accepted.get(key)
+    if accepted is not None:
+        return accepted.run(glance.addresses)
+    call = PreparedCall(function, attention, arguments, backward=backward)
+    judged, adopted = call.checked.judged, call.checked.adopted
+    lies_there = all(adopted.views[name].ptr == address for name, address in glance.addresses.items())
+    if lies_there and not (judged.written or judged.copies or call.checked.validates):
+        if len(_accepted) >= _check.FORMS:
+            _accepted.clear()
+        outputs = tuple((name, *output) for name, output in judged.outputs.items())
+        _accepted[key] = _Accepted(call.ready, outputs, call.checked.ints, adopted.library, adopted.place)
+    return call.run()
 
 
 def attention_of(

@@ -13,7 +13,7 @@ import functools
 import sys
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -39,6 +39,7 @@ class _Library(Protocol):
     name: str  # arrays of different names do not mix
 
     def place(self, raw: Any) -> Place: ...
+    def glance(self, raw: Any) -> tuple[Any, ...] | None: ...  # its address, then all else that matters
     def view(self, raw: Any) -> tuple[View, str]: ...  # and why it may not be written, or ""
     def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> tuple[Any, View]: ...
     def stream(self, place: Place) -> int: ...
@@ -134,6 +135,35 @@ def adopt(function: str, arrays: dict[str, Any]) -> Adopted:
             unwritable[name] = why_not
     stream = library.stream(place) if place[0] == "cuda" else 0
     return Adopted(function, library, place, stream, given, views, unwritable)
+
+
+class Glance(NamedTuple):
+    """What tells the arguments of one call from those of another, and apart from it the addresses."""
+
+    form: tuple[Any, ...]  # hashable
+    addresses: dict[str, View | int]
+
+
+def glance(arguments: dict[str, Any]) -> Glance | None:
+    """The arguments as far as a look at GPU arrays, ints and bools goes; None where it takes more to know them."""
+    form: list[Any] = []
+    addresses: dict[str, View | int] = {}
+    for name, value in arguments.items():
+        if value is None:
+            continue
+        kind = type(value)
+        library = _libraries.get(kind)
+        if library is not None:
+            seen = library.glance(value)
+            if seen is None:
+                return None
+            addresses[name] = address = seen[0]
+            form += name, kind, seen[1:], address & 15
+        elif kind is int or kind is bool:
+            form += name, kind, value  # by kind too: True equals 1
+        else:
+            return None
+    return Glance(tuple(form), addresses)
 
 
 def is_array(value: Any) -> bool:
@@ -257,6 +287,9 @@ class _NumPy:
     def place(self, raw: np.ndarray) -> Place:
         return _CPU
 
+    def glance(self, raw: np.ndarray) -> None:
+        return None  # the NumPy backend needs more than addresses
+
     def view(self, raw: np.ndarray) -> tuple[View, str]:
         array = raw if type(raw) is np.ndarray else raw.view(np.ndarray)
         strides, dtype = _form(array.strides, array.dtype)
@@ -303,6 +336,14 @@ class _Torch:
             place = self.places[device] = device.type, device.index or 0
             self.devices[place] = device
         return place
+
+    def glance(self, raw: Any) -> tuple[Any, ...] | None:
+        if not raw.is_cuda or raw.requires_grad or raw.is_neg() or raw.is_conj() or raw.layout is not self.strided:
+            return None
+        try:
+            return raw.data_ptr(), raw.shape, raw.stride(), raw.dtype, raw.device
+        except RuntimeError:  # no memory, which `view` says better
+            return None
 
     def view(self, raw: Any) -> tuple[View, str]:
         if raw.layout is not self.strided:
@@ -363,7 +404,11 @@ class _CuPy:
         self.cupy: Any = cupy
 
     def place(self, raw: Any) -> Place:
-        return "cuda", raw.device.id
+        return "cuda", raw.data.device_id
+
+    def glance(self, raw: Any) -> tuple[Any, ...]:
+        memory = raw.data
+        return memory.ptr, raw.shape, raw.strides, raw.dtype, memory.device_id
 
     def view(self, raw: Any) -> tuple[View, str]:
         strides, dtype = _form(raw.strides, raw.dtype)
@@ -417,6 +462,9 @@ class _DLPack:
         device_type, ordinal = raw.__dlpack_device__()
         device = _DLPACK_DEVICES.get(int(device_type), f"DLPack device type {int(device_type)}")
         return device, 0 if device == "cpu" else int(ordinal)
+
+    def glance(self, raw: Any) -> None:
+        return None
 
     def view(self, raw: Any) -> tuple[View, str]:
         place = self.place(raw)

@@ -36,7 +36,7 @@ def make_cupy() -> Any:
         def __init__(self, host: np.ndarray, device: int, ptr: int | None = None) -> None:
             self.host, self.device = host, Device(device)
             self.shape, self.strides, self.dtype, self.itemsize = host.shape, host.strides, host.dtype, host.itemsize
-            self.data = SimpleNamespace(ptr=cupy.at if ptr is None else ptr)
+            self.data = SimpleNamespace(ptr=cupy.at if ptr is None else ptr, device_id=device)
             cupy.at += -(-host.nbytes // 256) * 256 + 256
 
         def get(self) -> np.ndarray:
@@ -95,3 +95,4 @@ def forget_forms() -> None:
     """As in a new process."""
     _check._judge.cache_clear()
     _attention._ready.cache_clear()
+    _attention._accepted.clear()

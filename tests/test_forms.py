@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cupyflash as cf
-from cupyflash import _attention, _check, _cuda, _overlap
+from cupyflash import _attention, _check, _cuda, _interop, _overlap
 from tests import fake_cuda as stand_in
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -203,15 +203,22 @@ def test_a_warm_call_decides_nothing(fake_cuda: Any, monkeypatch: pytest.MonkeyP
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("decided again")
 
-    monkeypatch.setattr(_check, "_check_shapes", refuse)
-    monkeypatch.setattr(_check, "Call", refuse)
-    monkeypatch.setattr(_cuda, "plan", refuse)
-    monkeypatch.setattr(_cuda, "problem", refuse)
-    monkeypatch.setattr(importlib.import_module("cupyflash._cuda.launch"), "kernel", refuse)
+    for module, name in (
+        (_check, "_check_shapes"),
+        (_check, "Call"),
+        (_cuda, "plan"),
+        (_cuda, "problem"),
+        (importlib.import_module("cupyflash._cuda.launch"), "kernel"),
+    ):
+        monkeypatch.setattr(module, name, refuse)
+    kernels = ["fwd_generic", "bwd_preprocess", "bwd_generic", "bwd_finish"]
     launches, *_ = both_directions(fake_cuda, base(fake_cuda) | {"dropout_p": 0.5, "seed": 2, "causal": True})
-    assert [launch.binary[0] for launch in launches] == ["fwd_generic", "bwd_preprocess", "bwd_generic", "bwd_finish"]
+    assert [launch.binary[0] for launch in launches] == kernels
+    monkeypatch.setattr(_interop, "adopt", refuse)
+    launches, *_ = both_directions(fake_cuda, base(fake_cuda) | {"dropout_p": 0.5, "seed": 2, "causal": True})
+    assert [launch.binary[0] for launch in launches] == kernels
     monkeypatch.setattr(fake_cuda.cuda, "get_current_stream", lambda device: type("Stream", (), {"ptr": 77}))
-    launches, *_ = both_directions(fake_cuda, problem)
+    launches, *_ = both_directions(fake_cuda, problem | {"seed": 2})
     assert {launch.stream for launch in launches} == {77}
 
 
@@ -224,6 +231,24 @@ def test_a_warm_call_launches_on_the_arrays_it_is_given(fake_cuda: Any) -> None:
             if launch.binary[0] in ("fwd_generic", "bwd_generic"):
                 assert second[name].data.ptr.to_bytes(8, "little") in launch.struct
                 assert first[name].data.ptr.to_bytes(8, "little") not in launch.struct
+
+
+@pytest.mark.parametrize(("shift", "copy_bytes"), [(0, 16), (8, 4), (4, 4), (2, 2)])
+def test_an_alignment_reaches_the_binary(fake_cuda: Any, shift: int, copy_bytes: int) -> None:
+    both_directions(fake_cuda, base(fake_cuda))
+    launches, *_ = both_directions(fake_cuda, base(fake_cuda) | {"q": array(fake_cuda, 2, 70, HEADS, 64, shift=shift)})
+    assert launches[0].binary[2].copy_bytes == copy_bytes
+
+
+def test_an_array_that_is_read_through_a_copy_is_copied_each_time(fake_cuda: Any) -> None:
+    """A last axis of stride two, of which a kernel gets the copy's address."""
+    problem = base(fake_cuda)
+    FORMS["a stride of two elements"](fake_cuda, problem)
+    for _ in range(2):
+        launches, allocations, *_ = both_directions(fake_cuda, problem)
+        assert allocations.count(((2, 90, 2, 64), 0)) == 4  # dk and dv, and a copy for each direction
+        for launch in launches:
+            assert problem["k"].data.ptr.to_bytes(8, "little") not in launch.struct
 
 
 def test_launches_go_to_the_datas_device_and_stream(fake_cuda: Any) -> None:
@@ -333,3 +358,13 @@ def test_what_is_remembered_is_bounded() -> None:
         assert memo.cache_info().currsize == memo.cache_info().maxsize == _check.FORMS
     for memo in (_overlap._reach, _overlap._steps, _overlap._is_injective):
         assert memo.cache_info().maxsize is not None
+
+
+def test_what_a_glance_finds_is_bounded(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_check, "FORMS", 8)
+    problem = base(fake_cuda)
+    q, k, v = (problem[name] for name in "qkv")
+    cf.attn_fwd(q, k, v)  # a glance knows no type that was never adopted
+    for start in range(30):
+        cf.attn_fwd(q, k, v, q_start=start)
+        assert 0 < len(_attention._accepted) <= 8

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .._spec import Blank, FilledIn, View
+from .._spec import Blank, FilledIn
 
 # Pointer fields are P: an address, 0 for null.
 TENSOR = (("data", "P"), ("stride_b", "q"), ("stride_n", "q"), ("stride_h", "q"))
@@ -229,5 +229,5 @@ class Template:
         parts = self._parts.copy()  # another thread may be filling this too
         for at, name, offset in self._blanks:
             value = given[name]
-            parts[at] = value.ptr + offset if type(value) is View else value
+            parts[at] = offset + (value if isinstance(value, int) else value.ptr)
         return np.frombuffer(self._pack(*parts), self._dtype)[0]
