@@ -99,7 +99,7 @@ def test_header_and_host_agree_on_shared_numbers() -> None:
 @pytest.mark.parametrize("kernel", params.PARAMS)
 def test_packing_puts_every_value_into_its_field(kernel: str, rng: np.random.Generator) -> None:
     """By `struct.Struct` as by field name, padding between fields included."""
-    dtype = params.DTYPES[params.PARAMS[kernel]]
+    dtype = _dtype(params.STRUCTS[params.PARAMS[kernel]])
     flat = list(_leaves(dtype))
     values = [float(np.float32(rng.random())) if leaf.kind == "f" else int(rng.integers(1, 2**31)) for leaf in flat]
     fields = params.packer(kernel).pack(*values)
@@ -135,6 +135,20 @@ def test_an_int_fills_a_blank_as_it_is() -> None:
     values[position] = Blank("q_start")
     packed = params.Template("fwd_generic", tuple(values)).filled({"q_start": -5})
     assert params.packer("fwd_generic").unpack(packed.tobytes())[position] == -5
+
+
+def _dtype(fields: params.Fields) -> np.dtype:
+    """An aligned struct of NumPy's, which has C's layout."""
+    numpy_codes = {"P": "u8", "q": "i8", "Q": "u8", "i": "i4", "I": "u4", "d": "f8"}
+    described: list[Any] = []
+    for name, kind in fields:
+        if isinstance(kind, str):
+            described.append((name, numpy_codes[kind]))
+        elif isinstance(kind[1], int):
+            described.append((name, _dtype(kind[0]), (kind[1],)))
+        else:
+            described.append((name, _dtype(kind)))
+    return np.dtype(described, align=True)
 
 
 def _leaves(dtype: np.dtype) -> list[np.dtype]:

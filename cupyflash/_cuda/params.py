@@ -1,4 +1,4 @@
-"""The run-time arguments of each job: a NumPy struct dtype and a packer that mirror `cuda_src/include/params.cuh`.
+"""The run-time arguments of each job: structs that mirror `cuda_src/include/params.cuh`, and templates that pack them.
 
 `struct.Struct` packs in native alignment, which is C's; a test holds names, order, types and sizes equal to the header.
 """
@@ -180,20 +180,6 @@ def _format(fields: Fields) -> str:
     return codes
 
 
-def _dtype(fields: Fields) -> np.dtype:
-    numpy_codes = {"P": "u8", "q": "i8", "Q": "u8", "i": "i4", "I": "u4", "d": "f8"}
-    described: list[Any] = []
-    for name, kind in fields:
-        if isinstance(kind, str):
-            described.append((name, numpy_codes[kind]))
-        elif isinstance(kind[1], int):
-            described.append((name, _dtype(kind[0]), (kind[1],)))
-        else:
-            described.append((name, _dtype(kind)))
-    return np.dtype(described, align=True)
-
-
-DTYPES = {name: _dtype(fields) for name, fields in STRUCTS.items()}
 _PACKERS = {kernel: struct.Struct(_format(STRUCTS[name])) for kernel, name in PARAMS.items()}
 
 
