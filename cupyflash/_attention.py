@@ -284,13 +284,13 @@ class _Accepted(NamedTuple):
 
     ready: _Ready
     outputs: tuple[tuple[str, tuple[int, ...], str], ...]
-    ints: dict[str, int]
     library: Any
     place: _interop.Place
 
-    def run(self, addresses: dict[str, View | int]) -> Any:
-        ready, outputs, ints, library, place = self
-        given, made = addresses | ints, []
+    def run(self, addresses: dict[str, int], ints: dict[str, int]) -> Any:
+        ready, outputs, library, place = self
+        given: dict[str, View | int] = {**addresses, **ints}
+        made: list[Any] = []
         for name, shape, dtype in outputs:
             raw, given[name] = library.empty(shape, dtype, place)
             made.append(raw)
@@ -309,13 +309,13 @@ def _call(function: str, attention: Attention, arguments: dict[str, Any], *, bac
     It does not where outputs are given, which must overlap nothing, where values are looked at, and where an array is
     read through a copy.
     """
-    glance = _interop.glance(arguments)
+    glance = _interop.glance(arguments, _check.INT_OR_ARRAY)
     if glance is None:
         return PreparedCall(function, attention, arguments, backward=backward).run()
     key = function, attention, glance.form
     accepted = _accepted.get(key)
     if accepted is not None:
-        return accepted.run(glance.addresses)
+        return accepted.run(glance.addresses, glance.ints)
     call = PreparedCall(function, attention, arguments, backward=backward)
     judged, adopted = call.checked.judged, call.checked.adopted
     lies_there = all(adopted.views[name].ptr == address for name, address in glance.addresses.items())
@@ -323,7 +323,7 @@ def _call(function: str, attention: Attention, arguments: dict[str, Any], *, bac
         if len(_accepted) >= _check.FORMS:
             _accepted.clear()
         outputs = tuple((name, *output) for name, output in judged.outputs.items())
-        _accepted[key] = _Accepted(call.ready, outputs, call.checked.ints, adopted.library, adopted.place)
+        _accepted[key] = _Accepted(call.ready, outputs, adopted.library, adopted.place)
     return call.run()
 
 

@@ -51,7 +51,7 @@ _ALIGNED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 FORMS = 512  # that are remembered
 _WITH_VALUES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seed", "offset")  # that `check_values` looks at
 # Name to default, bounds and what is accepted.
-_INT_OR_ARRAY: dict[str, tuple[int | None, int, int, str]] = {
+INT_OR_ARRAY: dict[str, tuple[int | None, int, int, str]] = {
     "q_start": (None, -POSITION_LIMIT, POSITION_LIMIT, "an int or an int32 array [B]"),
     "k_start": (0, -POSITION_LIMIT, POSITION_LIMIT, "an int or an int32 array [B]"),
     "seed": (None, 0, 2**64, "an int in [0, 2**64) or a one-element int64 or uint64 array"),
@@ -225,7 +225,7 @@ def checked_call(
                 raise ValueError(refusal(function, name, "is None", accepted))
     if attention.dropout_p and "seed" not in plain.ints and arguments["seed"] is None and not planning:
         given = f"is None while `dropout_p` is {attention.dropout_p}"
-        raise ValueError(refusal(function, "seed", given, f"{_INT_OR_ARRAY['seed'][-1]} is accepted"))
+        raise ValueError(refusal(function, "seed", given, f"{INT_OR_ARRAY['seed'][-1]} is accepted"))
     adopted = _interop.adopt(function, arguments)
     views = adopted.views
     judged = _judge(
@@ -293,7 +293,7 @@ def _plain(function: str, arguments: dict[str, Any]) -> _Plain:
     check, accumulate = arguments.pop("check"), arguments.pop("accumulate", False)
     hint_q, hint_k = arguments.pop("max_seqlen_q"), arguments.pop("max_seqlen_k")
     ints: dict[str, int] = {}
-    for name, (default, low, high, accepted) in _INT_OR_ARRAY.items():
+    for name, (default, low, high, accepted) in INT_OR_ARRAY.items():
         value = arguments[name]
         if type(value) is type(default) and value == default:
             arguments[name] = None
@@ -734,7 +734,7 @@ def check_values(checked: Checked) -> None:
     for name in ("seed", "offset"):
         if name in views:
             value = int(adopted.host(name).reshape(-1)[0])
-            _, low, high, accepted = _INT_OR_ARRAY[name]
+            _, low, high, accepted = INT_OR_ARRAY[name]
             if not low <= value < high:
                 raise ValueError(refusal(function, name, f"holds {value}", f"{accepted} is accepted"))
 

@@ -138,16 +138,21 @@ def adopt(function: str, arrays: dict[str, Any]) -> Adopted:
 
 
 class Glance(NamedTuple):
-    """What tells the arguments of one call from those of another, and apart from it the addresses."""
+    """What tells the form of one call from that of another, and what a call fills into its form."""
 
     form: tuple[Any, ...]  # hashable
-    addresses: dict[str, View | int]
+    addresses: dict[str, int]  # of arrays
+    ints: dict[str, int]  # that a form leaves open
 
 
-def glance(arguments: dict[str, Any]) -> Glance | None:
-    """The arguments as far as a look at GPU arrays, ints and bools goes; None where it takes more to know them."""
+def glance(arguments: dict[str, Any], open_ints: dict[str, tuple[int | None, int, int, str]]) -> Glance | None:
+    """The arguments as far as a look at GPU arrays, ints and bools goes; None where it takes more to know them.
+
+    `open_ints` names the ints whose value is no part of a form, each with its default, which is, and its bounds.
+    """
     form: list[Any] = []
-    addresses: dict[str, View | int] = {}
+    addresses: dict[str, int] = {}
+    ints: dict[str, int] = {}
     for name, value in arguments.items():
         if value is None:
             continue
@@ -159,11 +164,17 @@ def glance(arguments: dict[str, Any]) -> Glance | None:
                 return None
             addresses[name] = address = seen[0]
             form += name, kind, seen[1:], address & 15
+        elif kind is int and name in open_ints and value != open_ints[name][0]:
+            _, low, high, _ = open_ints[name]
+            if not low <= value < high:
+                return None
+            ints[name] = value
+            form += name, kind
         elif kind is int or kind is bool:
             form += name, kind, value  # by kind too: True equals 1
         else:
             return None
-    return Glance(tuple(form), addresses)
+    return Glance(tuple(form), addresses, ints)
 
 
 def is_array(value: Any) -> bool:

@@ -212,14 +212,31 @@ def test_a_warm_call_decides_nothing(fake_cuda: Any, monkeypatch: pytest.MonkeyP
     ):
         monkeypatch.setattr(module, name, refuse)
     kernels = ["fwd_generic", "bwd_preprocess", "bwd_generic", "bwd_finish"]
-    launches, *_ = both_directions(fake_cuda, base(fake_cuda) | {"dropout_p": 0.5, "seed": 2, "causal": True})
-    assert [launch.binary[0] for launch in launches] == kernels
+    both_directions(fake_cuda, problem)  # a glance knows no type that was never adopted
     monkeypatch.setattr(_interop, "adopt", refuse)
     launches, *_ = both_directions(fake_cuda, base(fake_cuda) | {"dropout_p": 0.5, "seed": 2, "causal": True})
     assert [launch.binary[0] for launch in launches] == kernels
     monkeypatch.setattr(fake_cuda.cuda, "get_current_stream", lambda device: type("Stream", (), {"ptr": 77}))
-    launches, *_ = both_directions(fake_cuda, problem | {"seed": 2})
+    launches, *_ = both_directions(fake_cuda, problem)
     assert {launch.stream for launch in launches} == {77}
+
+
+def test_seeds_and_positions_are_each_calls_own(fake_cuda: Any) -> None:
+    """One form for all their values, and what is out of bounds is refused beside what is not."""
+    problem = base(fake_cuda) | {"dropout_p": 0.5, "causal": True}
+    want: dict[Any, Any] = {}
+    values = [{"seed": seed, "offset": offset, "q_start": start} for seed, offset, start in
+              ((0, 0, 0), (1, 0, 0), (1, 2, 0), (1, 2, -3), (2**64 - 1, 2**32 - 1, 2**60 - 1))]  # fmt: skip
+    for number, ints in enumerate(values):
+        stand_in.forget_forms()
+        want[number] = both_directions(fake_cuda, problem | ints)
+    for _ in range(2):
+        for number, ints in enumerate(values):
+            assert both_directions(fake_cuda, problem | ints) == want[number]
+            for name, wrong in (("seed", 2**64), ("seed", -1), ("offset", 2**32), ("q_start", 2**60), ("seed", True)):
+                with pytest.raises((ValueError, TypeError), match=f"`{name}` is {wrong}"):
+                    both_directions(fake_cuda, problem | ints | {name: wrong})
+    assert len(_attention._accepted) == 4  # in each direction an offset that is 0, and one that is not
 
 
 def test_a_warm_call_launches_on_the_arrays_it_is_given(fake_cuda: Any) -> None:
@@ -365,6 +382,6 @@ def test_what_a_glance_finds_is_bounded(fake_cuda: Any, monkeypatch: pytest.Monk
     problem = base(fake_cuda)
     q, k, v = (problem[name] for name in "qkv")
     cf.attn_fwd(q, k, v)  # a glance knows no type that was never adopted
-    for start in range(30):
-        cf.attn_fwd(q, k, v, q_start=start)
+    for left in range(30):
+        cf.attn_fwd(q, k, v, window=(left, 0))
         assert 0 < len(_attention._accepted) <= 8
