@@ -142,7 +142,7 @@ def cuda_answer(feature: Feature, *, backward: bool) -> str:
     call = prepare(feature, backward=backward)
     call()
     try:
-        (plan_backward if backward else plan_forward)(call.checked.spec, PLANNED_FOR)
+        (plan_backward if backward else plan_forward)(call.checked.judged.spec, PLANNED_FOR)
     except cf.UnsupportedError:
         return "no"
     return "yes"

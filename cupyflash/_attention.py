@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from cupyflash import _check, _interop
-from cupyflash._check import Checked
+from cupyflash._check import Checked, Judged
 from cupyflash._errors import refusal
+from cupyflash._spec import View, Work
 
 
 class AttnOutput(NamedTuple):
@@ -146,7 +147,7 @@ class Attention:
         out: Any = None, lse: Any = None, workspace: Any = None, check: bool = False, plan: Any = None,
     ) -> AttnOutput:  # fmt: skip
         """`attn_fwd` with these options; see there for the arguments."""
-        return PreparedCall("attn_fwd", self, _arguments(locals()), backward=False).run()
+        return _call("attn_fwd", self, _arguments(locals()), backward=False)
 
     def bwd(
         self, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *,
@@ -158,7 +159,7 @@ class Attention:
         workspace: Any = None, check: bool = False, plan: Any = None,
     ) -> Any:  # fmt: skip
         """`attn_bwd` with these options; see there for the arguments. Returns `AttnGrads`."""
-        return PreparedCall("attn_bwd", self, _arguments(locals()), backward=True).run()
+        return _call("attn_bwd", self, _arguments(locals()), backward=True)
 
     def plan(
         self, q: Any, k: Any, v: Any, backward: bool = False, *,
@@ -175,7 +176,8 @@ class Attention:
         be given. Nothing is compiled or launched. Raises UnsupportedError when no kernel serves it.
         """
         checked, backend = _plannable("Attention.plan", self, _arguments(locals()), backward)
-        return backend.plan(checked.spec, checked.call, backward=backward, override=plan)
+        judged = checked.judged
+        return backend.plan(judged.spec, judged.call, backward=backward, override=plan)
 
     def workspace_size(
         self, q: Any, k: Any, v: Any, backward: bool = False, *,
@@ -188,8 +190,9 @@ class Attention:
     ) -> int:  # fmt: skip
         """Bytes of `workspace` that such a call needs, by its shapes, dtypes and options; takes what `plan` takes."""
         checked, backend = _plannable("Attention.workspace_size", self, _arguments(locals()), backward)
-        backend.plan(checked.spec, checked.call, backward=backward, override=plan)
-        return backend.workspace_bytes(checked.spec, checked.call, backward=backward)
+        judged = checked.judged
+        backend.plan(judged.spec, judged.call, backward=backward, override=plan)
+        return backend.workspace_bytes(judged.spec, judged.call, backward=backward)
 
     def prepare(
         self, q: Any, k: Any, v: Any, backward: bool = False, *,
@@ -208,59 +211,120 @@ class Attention:
         multiples of the element size) is read once, here.
         """
         arguments = _of_direction("Attention.prepare", _arguments(locals()), backward)
-        return PreparedCall("Attention.prepare", self, arguments, backward=backward, holds_workspace=True)
+        return PreparedCall("Attention.prepare", self, arguments, backward=backward)
+
+
+class _Ready(NamedTuple):
+    """A form of call that nothing is left to decide about."""
+
+    plan: Any
+    workspace_bytes: int
+    work: Work
+    results: Any  # the named tuple to return
+
+
+def _make_ready(judged: Judged, override: Any) -> _Ready:
+    spec, call, backward = judged.spec, judged.call, judged.backward
+    backend = _interop.backend(judged.place)
+    plan = backend.plan(spec, call, backward=backward, override=override)
+    work = (backend.backward if backward else backend.forward)(spec, call, plan)
+    results = _GRADS[call.dbias is not None, call.dsink is not None] if backward else AttnOutput
+    return _Ready(plan, backend.workspace_bytes(spec, call, backward=backward), work, results)
+
+
+@functools.lru_cache(maxsize=_check.FORMS)
+def _ready(judged: Judged) -> _Ready:
+    return _make_ready(judged, None)
 
 
 class PreparedCall:
     """Checked, planned and allocated; `run` computes and returns the outputs, and so does calling it again."""
 
-    def __init__(
-        self,
-        function: str,
-        attention: Attention,
-        arguments: dict[str, Any],
-        *,
-        backward: bool,
-        holds_workspace: bool = False,
-    ) -> None:
+    __slots__ = ("checked", "ready")
+
+    def __init__(self, function: str, attention: Attention, arguments: dict[str, Any], *, backward: bool) -> None:
         override = arguments.pop("plan")
         checked = _check.checked_call(function, attention, arguments, backward=backward, planning=False)
-        spec, call, adopted = checked.spec, checked.call, checked.adopted
-        self.checked = checked
-        self.backend = _interop.backend(adopted)
-        self.plan = self.backend.plan(spec, call, backward=backward, override=override)
-        if call.workspace is not None or holds_workspace:
-            needed = self.backend.workspace_bytes(spec, call, backward=backward)
-            _check.check_workspace(checked, needed)
-            if call.workspace is None:
-                call.workspace = adopted.empty((needed,), "uint8")
-        self.views = adopted.views.copy()
-        for name, (shape, dtype) in checked.outputs.items():
-            self.views[name] = made = adopted.empty(shape, dtype)
-            checked.place(name, made)
+        judged, adopted, views = checked.judged, checked.adopted, checked.adopted.views
+        ready = _ready(judged) if override is None else _make_ready(judged, override)
+        if "workspace" in views:
+            _check.check_workspace(adopted, ready.workspace_bytes)
+        for name, (shape, dtype) in judged.outputs.items():
+            views[name] = adopted.empty(shape, dtype)
+        if ready.workspace_bytes and "workspace" not in views:
+            views["workspace"] = adopted.empty((ready.workspace_bytes,), "uint8")
+        self.checked, self.ready = checked, ready
 
     def __call__(self) -> Any:
         """Run once more: on the stream that is current now, with values looked at again where they were before."""
-        checked = self.checked
-        checked.call.stream = checked.adopted.refresh_stream()
-        _check.check_values(checked)
+        self.checked.adopted.refresh_stream()
+        if self.checked.validates:
+            _check.check_values(self.checked)
         return self.run()
 
     def run(self) -> Any:
         """Compute; the outputs in the caller's kind."""
-        checked = self.checked
-        for name in checked.copies:
-            checked.place(name, _interop.require_unit_stride(checked.adopted, name))
-        compute = self.backend.backward if checked.backward else self.backend.forward
-        compute(checked.spec, checked.call, self.plan)
-        views, give = self.views, checked.adopted.give
-        if not checked.backward:
-            return AttnOutput(give(views["out"]), give(views["lse"]))
-        kind = _GRADS["dbias" in views, "dsink" in views]
-        return kind(*(give(views[name]) for name in kind._fields))
+        checked, ready = self.checked, self.ready
+        adopted = checked.adopted
+        ready.work(_check.given(checked), adopted.stream)
+        views, give, results = adopted.views, adopted.give, ready.results
+        return results(*[give(views[name]) for name in results._fields])
+
+    @property
+    def plan(self) -> Any:
+        """What `Attention.plan` says of such a call."""
+        return self.ready.plan
 
     def __repr__(self) -> str:
-        return f"PreparedCall({'backward' if self.checked.backward else 'forward'}, {self.plan!r})"
+        return f"PreparedCall({'backward' if self.checked.judged.backward else 'forward'}, {self.plan!r})"
+
+
+class _Accepted(NamedTuple):
+    """What is left to do of a call whose like was taken, and of whose arrays nothing but the addresses is its own."""
+
+    ready: _Ready
+    outputs: tuple[tuple[str, tuple[int, ...], str], ...]
+    library: Any
+    place: _interop.Place
+
+    def run(self, addresses: dict[str, int], ints: dict[str, int]) -> Any:
+        ready, outputs, library, place = self
+        given: dict[str, View | int] = {**addresses, **ints}
+        made: list[Any] = []
+        for name, shape, dtype in outputs:
+            raw, given[name] = library.empty(shape, dtype, place)
+            made.append(raw)
+        if ready.workspace_bytes:
+            _, given["workspace"] = library.empty((ready.workspace_bytes,), "uint8", place)
+        ready.work(given, library.stream(place))
+        return ready.results(*made)
+
+
+_accepted: dict[tuple[Any, ...], _Accepted] = {}
+
+
+def _call(function: str, attention: Attention, arguments: dict[str, Any], *, backward: bool) -> Any:
+    """Check, plan, allocate and compute: the first two once, where a glance at the arguments tells it all.
+
+    It does not where outputs are given, which must overlap nothing, where values are looked at, and where an array is
+    read through a copy.
+    """
+    glance = _interop.glance(arguments, _check.INT_OR_ARRAY)
+    if glance is None:
+        return PreparedCall(function, attention, arguments, backward=backward).run()
+    key = function, attention, glance.form
+    accepted = _accepted.get(key)
+    if accepted is not None:
+        return accepted.run(glance.addresses, glance.ints)
+    call = PreparedCall(function, attention, arguments, backward=backward)
+    judged, adopted = call.checked.judged, call.checked.adopted
+    lies_there = all(adopted.views[name].ptr == address for name, address in glance.addresses.items())
+    if lies_there and not (judged.written or judged.copies or call.checked.validates):
+        if len(_accepted) >= _check.FORMS:
+            _accepted.clear()
+        outputs = tuple((name, *output) for name, output in judged.outputs.items())
+        _accepted[key] = _Accepted(call.ready, outputs, adopted.library, adopted.place)
+    return call.run()
 
 
 def attention_of(
@@ -296,7 +360,7 @@ def preprocess(function: str, layout: str, out: Any, dout: Any, dlse: Any) -> An
     call, adopted, shape, dtype = _check.checked_preprocess(function, layout, out, dout, dlse)
     delta = adopted.empty(shape, dtype)
     call.delta = _check.canonical(layout, "delta", delta, call.batch, False)
-    _interop.backend(adopted).preprocess(call)
+    _interop.backend(adopted.place).preprocess(call, adopted.stream)
     return adopted.give(delta)
 
 
@@ -323,4 +387,4 @@ def _plannable(function: str, attention: Attention, arguments: dict[str, Any], b
     arguments = _of_direction(function, arguments, backward)
     del arguments["plan"]
     checked = _check.checked_call(function, attention, arguments, backward=backward, planning=True)
-    return checked, _interop.backend(checked.adopted)
+    return checked, _interop.backend(checked.adopted.place)

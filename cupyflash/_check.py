@@ -1,7 +1,8 @@
 """The only place where user input is judged: options, then arrays, then their values.
 
 `checked_options` serves `Attention.__post_init__`; `checked_call` turns a call's arguments into a `Checked`, or raises
-before anything is allocated. What depends on shapes, dtypes and options alone is judged once per signature (`_judge`).
+before anything is allocated. What the form of a call decides, that is all but addresses, values and the stream, is
+judged once and remembered (`_judge`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import numpy as np
 
 from cupyflash import _interop
 from cupyflash._errors import refusal
-from cupyflash._interop import Adopted, has_unit_stride
+from cupyflash._interop import Adopted, Place, contiguous, has_unit_stride
 from cupyflash._overlap import are_apart, byte_range, is_injective
-from cupyflash._spec import Call, Features, Mask, Spec, View
+from cupyflash._spec import Blank, Call, Features, FilledIn, Mask, Spec, View
 
 if TYPE_CHECKING:
     from cupyflash._attention import Attention
@@ -47,31 +48,40 @@ _ORDER = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "thd": (None, 0, 1, 2)}
 
 _GRADIENT_OF = {"dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "dsink": "sink"}
 _ALIGNED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+FORMS = 512  # that are remembered
 _WITH_VALUES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seed", "offset")  # that `check_values` looks at
-_INT_OR_ARRAY = {
-    "q_start": (-POSITION_LIMIT, POSITION_LIMIT, "an int or an int32 array [B]"),
-    "k_start": (-POSITION_LIMIT, POSITION_LIMIT, "an int or an int32 array [B]"),
-    "seed": (0, 2**64, "an int in [0, 2**64) or a one-element int64 or uint64 array"),
-    "offset": (0, 2**32, "an int in [0, 2**32) or a one-element int64 or uint64 array"),
+# Name to default, bounds and what is accepted.
+INT_OR_ARRAY: dict[str, tuple[int | None, int, int, str]] = {
+    "q_start": (None, -POSITION_LIMIT, POSITION_LIMIT, "an int or an int32 array [B]"),
+    "k_start": (0, -POSITION_LIMIT, POSITION_LIMIT, "an int or an int32 array [B]"),
+    "seed": (None, 0, 2**64, "an int in [0, 2**64) or a one-element int64 or uint64 array"),
+    "offset": (0, 0, 2**32, "an int in [0, 2**32) or a one-element int64 or uint64 array"),
 }
 
 
-@dataclass(slots=True)
-class Checked:
-    """A call that nothing is wrong with: what the backends take, and what is left to allocate."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Judged:
+    """What the form of a call decides. Shared by all calls of this form, so nothing in it is changed."""
 
     spec: Spec
-    call: Call
-    adopted: Adopted
-    layout: str
+    call: Call  # with a Blank for every address and for the ints that were given
     backward: bool
-    outputs: dict[str, tuple[tuple[int, ...], str]]  # to allocate: name to shape and dtype, in the caller's layout
+    place: Place
+    layout: str
+    outputs: dict[str, tuple[tuple[int, ...], str]]  # to allocate: name, shape and dtype, in the caller's layout
+    written: tuple[str, ...]  # given by the caller to be written
     copies: tuple[str, ...]  # inputs that a kernel cannot read in place
-    validates: bool  # whether the values of offsets, lengths, pages and seeds are looked at, and there are any
+    is_canonical: bool  # the arrays fill the blanks as they come
+    has_values: bool  # there are arrays that `check_values` looks at
 
-    def place(self, name: str, view: View) -> None:
-        """Put the caller's array (or one made in its form) into the call, in canonical form."""
-        setattr(self.call, name, canonical(self.layout, name, view, self.call.batch, self.spec.paged))
+
+class Checked(NamedTuple):
+    """A call that nothing is wrong with: its form, and what is given to fill it."""
+
+    judged: Judged
+    adopted: Adopted
+    ints: dict[str, int]
+    validates: bool  # whether the values of offsets, lengths, pages and seeds are looked at, and there are any
 
 
 class Given(NamedTuple):
@@ -89,22 +99,9 @@ class _Plain(NamedTuple):
 
     check: bool
     accumulate: bool
-    ints: dict[str, int]  # by name: what may be an array too
+    ints: dict[str, int]  # by name: what may be an array too, where it is not the default
     max_seqlen_q: int | None
     max_seqlen_k: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Judged:
-    """What a call's signature decides. Shared by every call of that signature; nothing in it is changed."""
-
-    spec: Spec
-    call: dict[str, Any]  # fields of Call
-    outputs: dict[str, tuple[tuple[int, ...], str]]  # to allocate
-    written: tuple[str, ...]  # given by the caller to be written
-    copies: tuple[str, ...]
-    is_canonical: bool  # every array has the axes of `_spec` as it is
-    has_values: bool
 
 
 # Options.
@@ -214,9 +211,9 @@ def checked_call(
     `arguments` are all but `plan`, by name; those that are no arrays are taken out.
     """
     plain = _plain(function, arguments)
-    required = ["q", "k", "v"]
+    required = ("q", "k", "v")
     if backward and not planning:
-        required += ["lse", "dout"] if arguments["delta"] is not None else ["out", "lse", "dout"]
+        required += ("lse", "dout") if arguments["delta"] is not None else ("out", "lse", "dout")
     for name in required:
         if arguments[name] is None:
             advice = "It may be None only when `delta` is given." if name == "out" else ""
@@ -228,48 +225,51 @@ def checked_call(
                 raise ValueError(refusal(function, name, "is None", accepted))
     if attention.dropout_p and "seed" not in plain.ints and arguments["seed"] is None and not planning:
         given = f"is None while `dropout_p` is {attention.dropout_p}"
-        raise ValueError(refusal(function, "seed", given, f"{_INT_OR_ARRAY['seed'][2]} is accepted"))
+        raise ValueError(refusal(function, "seed", given, f"{INT_OR_ARRAY['seed'][-1]} is accepted"))
     adopted = _interop.adopt(function, arguments)
     views = adopted.views
     judged = _judge(
         function,
         attention,
         backward,
+        adopted.place,
         tuple([(name, v.shape, v.strides, v.dtype, v.ptr & 15) for name, v in views.items()]),
+        tuple(plain.ints),
         plain.accumulate,
         plain.max_seqlen_q,
         plain.max_seqlen_k,
     )
     if judged.written:
         check_writing(adopted, judged.written)
-    if not judged.is_canonical:
-        batch, is_paged = judged.call["batch"], judged.spec.paged
-        views = {name: canonical(attention.layout, name, view, batch, is_paged) for name, view in views.items()}
-    fields: dict[str, Any] = {**judged.call, **plain.ints, **views}
-    is_on_cpu = adopted.backend == "cpu"
-    checked = Checked(
-        spec=judged.spec,
-        call=Call(**fields, empty=adopted.empty, device=adopted.device, stream=adopted.stream),
-        adopted=adopted,
-        layout=attention.layout,
-        backward=backward,
-        outputs=judged.outputs,
-        copies=() if is_on_cpu else judged.copies,
-        validates=judged.has_values and (is_on_cpu or plain.check),
-    )
-    check_values(checked)
+    validates = judged.has_values and (adopted.backend == "cpu" or plain.check)
+    checked = Checked(judged, adopted, plain.ints, validates)
+    if validates:
+        check_values(checked)
     return checked
 
 
-def check_workspace(checked: Checked, needed: int) -> None:
+def given(checked: Checked) -> FilledIn:
+    """What a backend fills into the form: ints, and arrays in canonical form, copied where a kernel needs it."""
+    judged, adopted = checked.judged, checked.adopted
+    filling: dict[str, View | int] = {**adopted.views, **checked.ints}
+    for name in judged.copies:
+        filling[name] = adopted.library.contiguous(adopted.views[name])
+    if not judged.is_canonical:
+        batch, is_paged = judged.call.batch, judged.spec.paged
+        for name, view in adopted.views.items():
+            filling[name] = canonical(judged.layout, name, view, batch, is_paged)
+    return filling
+
+
+def check_workspace(adopted: Adopted, needed: int) -> None:
     """The caller's workspace must hold what the plan needs."""
-    view = checked.call.workspace
-    if view is not None and checked.adopted.backend == "cuda" and view.ptr % 16:
+    view = adopted.views["workspace"]
+    if adopted.backend == "cuda" and view.ptr % 16:
         given = f"starts {view.ptr % 16} bytes past a multiple of 16"
-        raise ValueError(refusal(checked.call.function, "workspace", given, "a 16-byte aligned start is accepted"))
-    if view is not None and view.shape[0] < needed:
+        raise ValueError(refusal(adopted.function, "workspace", given, "a 16-byte aligned start is accepted"))
+    if view.shape[0] < needed:
         accepted = f"at least {needed} are needed for this call (workspace_size)"
-        raise ValueError(refusal(checked.call.function, "workspace", f"has {view.shape[0]} bytes", accepted))
+        raise ValueError(refusal(adopted.function, "workspace", f"has {view.shape[0]} bytes", accepted))
 
 
 def canonical(layout: str, name: str, view: View, batch: int, is_paged: bool) -> View:
@@ -293,11 +293,11 @@ def _plain(function: str, arguments: dict[str, Any]) -> _Plain:
     check, accumulate = arguments.pop("check"), arguments.pop("accumulate", False)
     hint_q, hint_k = arguments.pop("max_seqlen_q"), arguments.pop("max_seqlen_k")
     ints: dict[str, int] = {}
-    for name, (low, high, accepted) in _INT_OR_ARRAY.items():
+    for name, (default, low, high, accepted) in INT_OR_ARRAY.items():
         value = arguments[name]
-        if value is None and name in ("q_start", "seed"):
-            continue
-        if type(value) is int or not _interop.is_array(value):
+        if type(value) is type(default) and value == default:
+            arguments[name] = None
+        elif type(value) is int or not _interop.is_array(value):
             ints[name] = _integer(function, name, arguments.pop(name), low, high, accepted)
     return _Plain(
         _boolean(function, "check", check),
@@ -308,31 +308,49 @@ def _plain(function: str, arguments: dict[str, Any]) -> _Plain:
     )
 
 
-def _fields(
-    attention: Attention, arrays: Arrays, len_k: int, max_seqlen_q: int | None, max_seqlen_k: int | None
-) -> dict[str, Any]:
-    """The fields of Call that a signature decides."""
-    sizes = arrays.sizes
+def _call(
+    attention: Attention,
+    arrays: Arrays,
+    views: dict[str, View],
+    place: Place,
+    ints: tuple[str, ...],
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> Call:
+    sizes, blanks = arrays.sizes, {name: Blank(name) for name in ints}
     left, right = attention.window or (None, None)
     left, right = (None if side is not None and side >= UNBOUNDED else side for side in (left, right))
     if attention.causal:
         right = 0  # bounds are never negative, so min(right, 0)
-    return {
-        "function": arrays.function,
-        "batch": sizes["B"],
-        "len_q": sizes["Tq" if arrays.layout == "thd" else "Nq"],
-        "len_k": len_k,
-        "scale": _scale(attention, sizes["D"]),
-        "softcap": attention.softcap or 0.0,
-        "window_left": left,
-        "window_right": right,
-        "q_start": 0 if attention.causal == "top-left" else None,
-        "dropout_p": attention.dropout_p,
-        "num_splits": attention.num_splits,
-        "split_len": attention.split_len,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-    }
+    fields: dict[str, Any] = {"q_start": 0 if attention.causal == "top-left" else None, **blanks, **views}
+    return Call(
+        function=arrays.function,
+        batch=sizes["B"],
+        len_q=sizes["Tq" if arrays.layout == "thd" else "Nq"],
+        len_k=_len_k(arrays),
+        scale=_scale(attention, sizes["D"]),
+        softcap=attention.softcap or 0.0,
+        window_left=left,
+        window_right=right,
+        dropout_p=attention.dropout_p,
+        num_splits=attention.num_splits,
+        split_len=attention.split_len,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        device=place[1],
+        **fields,
+    )
+
+
+def _blank_views(
+    arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]], copies: tuple[str, ...], is_paged: bool
+) -> dict[str, View]:
+    """The arrays of the call, those to be made and the copies included, in canonical form and without addresses."""
+    given = {name: View(Blank(name), a.shape, a.strides, a.dtype, None) for name, a in arrays.by_name.items()}
+    forms = {name: (view.shape, view.dtype) for name, view in given.items() if name in copies} | outputs
+    made = {name: View(Blank(name), shape, contiguous(shape), dtype, None) for name, (shape, dtype) in forms.items()}
+    batch = arrays.sizes["B"]
+    return {name: canonical(arrays.layout, name, view, batch, is_paged) for name, view in (given | made).items()}
 
 
 def _scale(attention: Attention, head_dim: int) -> float:
@@ -389,23 +407,46 @@ class Arrays:
             raise TypeError(refusal(self.function, name, given, f"{_listed(accepted)} is accepted{why}"))
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=FORMS)
 def _judge(
     function: str,
     attention: Attention,
     backward: bool,
+    place: Place,
     given: tuple[tuple[str, tuple[int, ...], tuple[int, ...], str, int], ...],  # fields of Given
+    ints: tuple[str, ...],  # names of what is given as an int and not as an array
     accumulate: bool,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
-) -> _Judged:
-    """Everything that shapes, dtypes and options decide."""
+) -> Judged:
+    """Everything that the form of a call decides; its arguments are the form, nothing less."""
     arrays = Arrays(function, attention.layout, tuple(Given(*fields) for fields in given))
     _check_company(arrays)
     _check_shapes(arrays)
     dtypes = _check_dtypes(arrays, attention, backward, accumulate)
-    outputs = _check_outputs(arrays, dtypes)
-    return _describe(arrays, attention, dtypes, outputs, backward, accumulate, max_seqlen_q, max_seqlen_k)
+    results = _check_outputs(arrays, dtypes)
+    spec = _describe(arrays, attention, dtypes, results, backward, accumulate, max_seqlen_q, max_seqlen_k)
+    outputs = {name: output for name, output in results.items() if name not in arrays}
+    written = tuple(name for name in (*results, "workspace") if name in arrays)
+    copies = tuple(
+        name
+        for name, a in arrays.by_name.items()
+        if place[0] == "cuda" and name not in written and not has_unit_stride(a.shape, a.strides)
+    )
+    views = _blank_views(arrays, outputs, copies, spec.paged)
+    return Judged(
+        spec,
+        _call(attention, arrays, views, place, ints, max_seqlen_q, max_seqlen_k),
+        backward,
+        place,
+        attention.layout,
+        outputs,
+        written,
+        copies,
+        # On a GPU an address is all that is filled in.
+        is_canonical=place[0] == "cuda" or (attention.layout == "bshd" and not {"bias", "alibi_slopes"} & {*views}),
+        has_values=any(name in arrays for name in _WITH_VALUES),
+    )
 
 
 def _check_company(arrays: Arrays) -> None:
@@ -564,7 +605,7 @@ def _check_outputs(arrays: Arrays, dtypes: _Dtypes) -> dict[str, tuple[tuple[int
     outputs = {}
     for name, dtype in dtypes.results.items():
         if name in _GRADIENT_OF:
-            shape = arrays[_GRADIENT_OF[name]].shape
+            shape = tuple(arrays[_GRADIENT_OF[name]].shape)
         else:
             axes = row if name == "lse" else query.format("Dv")
             shape = tuple(arrays.sizes[size] for size in axes.split())
@@ -581,15 +622,14 @@ def _describe(
     accumulate: bool,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
-) -> _Judged:
+) -> Spec:
     sizes, is_packed = arrays.sizes, arrays.layout == "thd"
     len_q, len_k = sizes["Tq" if is_packed else "Nq"], _len_k(arrays)
     typical_q = len_q if max_seqlen_q is None or not is_packed else max_seqlen_q
     typical_k = len_k if max_seqlen_k is None or not is_packed else max_seqlen_k
     is_masked = bool(attention.causal) or attention.window is not None
-    written = set(outputs) | {"workspace"}
     # Options of the other direction only are left out, so that no backend refuses a call for what it will not do.
-    spec = Spec(
+    return Spec(
         dtype=arrays["q"].dtype,
         heads_q=sizes["Hq"],
         heads_kv=sizes["Hkv"],
@@ -617,18 +657,6 @@ def _describe(
         align=_alignment(arrays, outputs),
         size_class="short" if typical_k <= 128 else "decode" if typical_q <= 16 else "normal",
     )
-    copies = tuple(
-        name for name, a in arrays.by_name.items() if name not in written and not has_unit_stride(a.shape, a.strides)
-    )
-    return _Judged(
-        spec,
-        call=_fields(attention, arrays, len_k, max_seqlen_q, max_seqlen_k),
-        outputs={name: output for name, output in outputs.items() if name not in arrays},
-        written=tuple(name for name in (*outputs, "workspace") if name in arrays),
-        copies=copies,
-        is_canonical=arrays.layout == "bshd" and not any(name in arrays for name in ("bias", "alibi_slopes")),
-        has_values=any(name in arrays for name in _WITH_VALUES),
-    )
 
 
 def _dbias_dtype(arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) -> str | None:
@@ -644,12 +672,12 @@ def _alignment(arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) 
         if name in arrays:
             shape, strides, dtype = arrays[name].shape, arrays[name].strides, arrays[name].dtype
             if not has_unit_stride(shape, strides):
-                strides = _contiguous(shape)
+                strides = contiguous(shape)
             else:
                 bits |= arrays[name].misalignment
         elif name in outputs:
             shape, dtype = outputs[name]
-            strides = _contiguous(shape)
+            strides = contiguous(shape)
         else:
             continue
         itemsize = _interop.NUMPY_DTYPES[dtype].itemsize
@@ -657,13 +685,6 @@ def _alignment(arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) 
             if extent > 1:
                 bits |= stride * itemsize
     return bits & -bits
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for extent in reversed(shape[1:]):
-        strides.append(strides[-1] * extent)
-    return tuple(reversed(strides))
 
 
 # Memory.
@@ -697,9 +718,8 @@ def check_writing(adopted: Adopted, outputs: Iterable[str]) -> None:
 
 def check_values(checked: Checked) -> None:
     """Offsets, lengths, pages and seeds by value, where reading them costs nothing or the caller asked for it."""
-    if not checked.validates:
-        return
-    function, adopted, call = checked.call.function, checked.adopted, checked.call
+    adopted, call = checked.adopted, checked.judged.call
+    function = call.function
     views = adopted.views
     for name, total in (("cu_seqlens_q", call.len_q), ("cu_seqlens_k", call.len_k)):
         if name in views:
@@ -714,7 +734,7 @@ def check_values(checked: Checked) -> None:
     for name in ("seed", "offset"):
         if name in views:
             value = int(adopted.host(name).reshape(-1)[0])
-            low, high, accepted = _INT_OR_ARRAY[name]
+            _, low, high, accepted = INT_OR_ARRAY[name]
             if not low <= value < high:
                 raise ValueError(refusal(function, name, f"holds {value}", f"{accepted} is accepted"))
 
@@ -783,7 +803,6 @@ def checked_preprocess(
         0,
         1.0,
         device=adopted.device,
-        stream=adopted.stream,
     )
     for name in views:
         setattr(call, name, canonical(layout, name, _interop.require_unit_stride(adopted, name), 1, False))

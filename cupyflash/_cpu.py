@@ -27,7 +27,7 @@ import numpy as np
 
 from cupyflash._errors import refusal
 from cupyflash._philox import keep_mask
-from cupyflash._spec import Call, Spec, View
+from cupyflash._spec import Call, Spec, View, Work, filled
 
 if TYPE_CHECKING:
     from cupyflash._merge import MergeCall
@@ -67,8 +67,17 @@ def workspace_bytes(spec: Spec, call: Call, *, backward: bool) -> int:
     return 0
 
 
-def forward(spec: Spec, call: Call, plan: NumpyPlan) -> None:
-    """Writes call.out and call.lse."""
+def forward(spec: Spec, call: Call, plan: NumpyPlan) -> Work:
+    """To write out and lse."""
+    return lambda given, _: _forward(spec, filled(call, given), plan)
+
+
+def backward(spec: Spec, call: Call, plan: NumpyPlan) -> Work:
+    """To write the gradients, or to add to them."""
+    return lambda given, _: _backward(spec, filled(call, given), plan)
+
+
+def _forward(spec: Spec, call: Call, plan: NumpyPlan) -> None:
     with np.errstate(all="ignore"):
         problem = _Problem(spec, call)
         out, lse = problem.per_query(call.out), problem.per_row(call.lse)
@@ -80,8 +89,7 @@ def forward(spec: Spec, call: Call, plan: NumpyPlan) -> None:
                 out[at], lse[at] = _attend(part, rows, plan)
 
 
-def backward(spec: Spec, call: Call, plan: NumpyPlan) -> None:
-    """Writes the gradients, or adds to them."""
+def _backward(spec: Spec, call: Call, plan: NumpyPlan) -> None:
     with np.errstate(all="ignore"):
         problem = _Problem(spec, call)
         if not spec.accumulate:
@@ -113,7 +121,7 @@ def backward(spec: Spec, call: Call, plan: NumpyPlan) -> None:
             _add(call.dsink.array, ..., dsink.reshape(call.dsink.shape))
 
 
-def preprocess(call: Call) -> None:
+def preprocess(call: Call, stream: int) -> None:
     """Writes call.delta."""
     with np.errstate(all="ignore"):
         _array(call.delta)[...] = _delta(call)

@@ -13,7 +13,7 @@ import functools
 import sys
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -39,13 +39,13 @@ class _Library(Protocol):
     name: str  # arrays of different names do not mix
 
     def place(self, raw: Any) -> Place: ...
+    def glance(self, raw: Any) -> tuple[Any, ...] | None: ...  # its address, then all else that matters
     def view(self, raw: Any) -> tuple[View, str]: ...  # and why it may not be written, or ""
-    def memory(self, raw: Any) -> View: ...  # of an array from `empty`, of which nothing need be asked
-    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> Any: ...
+    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> tuple[Any, View]: ...
     def stream(self, place: Place) -> int: ...
     def contiguous(self, view: View) -> View: ...
     def host(self, view: View) -> np.ndarray: ...
-    def give(self, raw: Any, like: Any) -> Any: ...
+    def give(self, raw: Any, given: dict[str, Any]) -> Any: ...  # in the kind of what was given
 
 
 @dataclass(slots=True)
@@ -75,8 +75,7 @@ class Adopted:
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> View:
         """A C-contiguous array of the caller's library on its device and current stream."""
-        raw = self.library.empty(shape, dtype, self.place)
-        view = self.library.memory(raw)
+        raw, view = self.library.empty(shape, dtype, self.place)
         self._made[id(view)] = view, raw
         return view
 
@@ -87,7 +86,7 @@ class Adopted:
         """
         made = self._made.get(id(view))
         if made is not None:
-            return self.library.give(made[1], next(iter(self.given.values())))
+            return self.library.give(made[1], self.given)
         return next(self.given[name] for name, own in self.views.items() if own is view)
 
     def host(self, name: str) -> np.ndarray:
@@ -113,7 +112,7 @@ def adopt(function: str, arrays: dict[str, Any]) -> Adopted:
         its_place = its_library.place(raw)
         if library is None:
             library, place = its_library, its_place
-        elif its_library.name != library.name or its_place != place:
+        elif its_place != place or its_library.name != library.name:
             first = f"`{next(iter(given))}` is {_owner(library, place)}"
             accepted = "all arrays of a call must be of one library and on one device"
             raise TypeError(refusal(function, name, f"is {_owner(its_library, its_place)} and {first}", accepted))
@@ -136,6 +135,46 @@ def adopt(function: str, arrays: dict[str, Any]) -> Adopted:
             unwritable[name] = why_not
     stream = library.stream(place) if place[0] == "cuda" else 0
     return Adopted(function, library, place, stream, given, views, unwritable)
+
+
+class Glance(NamedTuple):
+    """What tells the form of one call from that of another, and what a call fills into its form."""
+
+    form: tuple[Any, ...]  # hashable
+    addresses: dict[str, int]  # of arrays
+    ints: dict[str, int]  # that a form leaves open
+
+
+def glance(arguments: dict[str, Any], open_ints: dict[str, tuple[int | None, int, int, str]]) -> Glance | None:
+    """The arguments as far as a look at GPU arrays, ints and bools goes; None where it takes more to know them.
+
+    `open_ints` names the ints whose value is no part of a form, each with its default, which is, and its bounds.
+    """
+    form: list[Any] = []
+    addresses: dict[str, int] = {}
+    ints: dict[str, int] = {}
+    for name, value in arguments.items():
+        if value is None:
+            continue
+        kind = type(value)
+        library = _libraries.get(kind)
+        if library is not None:
+            seen = library.glance(value)
+            if seen is None:
+                return None
+            addresses[name] = address = seen[0]
+            form += name, kind, seen[1:], address & 15
+        elif kind is int and name in open_ints and value != open_ints[name][0]:
+            _, low, high, _ = open_ints[name]
+            if not low <= value < high:
+                return None
+            ints[name] = value
+            form += name, kind
+        elif kind is int or kind is bool:
+            form += name, kind, value  # by kind too: True equals 1
+        else:
+            return None
+    return Glance(tuple(form), addresses, ints)
 
 
 def is_array(value: Any) -> bool:
@@ -176,6 +215,15 @@ def has_unit_stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return not shape or shape[-1] <= 1 or strides[-1] == 1 or 0 in shape
 
 
+@functools.lru_cache(maxsize=4096)
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a C-contiguous array."""
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * extent)
+    return tuple(reversed(strides))
+
+
 def require_unit_stride(adopted: Adopted, name: str) -> View:
     """The View of this name, or of a copy by the caller's library when a kernel could not read it in place."""
     view = adopted.views[name]
@@ -184,9 +232,9 @@ def require_unit_stride(adopted: Adopted, name: str) -> View:
     return view
 
 
-def backend(adopted: Adopted) -> Any:
+def backend(place: Place) -> Any:
     """The module that computes where the data lives."""
-    if adopted.backend == "cpu":
+    if place[0] == "cpu":
         from cupyflash import _cpu
 
         return _cpu
@@ -250,6 +298,9 @@ class _NumPy:
     def place(self, raw: np.ndarray) -> Place:
         return _CPU
 
+    def glance(self, raw: np.ndarray) -> None:
+        return None  # the NumPy backend needs more than addresses
+
     def view(self, raw: np.ndarray) -> tuple[View, str]:
         array = raw if type(raw) is np.ndarray else raw.view(np.ndarray)
         strides, dtype = _form(array.strides, array.dtype)
@@ -261,8 +312,9 @@ class _NumPy:
     def memory(self, raw: np.ndarray) -> View:
         return self.view(raw)[0]
 
-    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> np.ndarray:
-        return np.empty(shape, NUMPY_DTYPES[dtype])
+    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> tuple[np.ndarray, View]:
+        raw = np.empty(shape, NUMPY_DTYPES[dtype])
+        return raw, self.memory(raw)
 
     def stream(self, place: Place) -> int:
         return 0
@@ -273,7 +325,7 @@ class _NumPy:
     def host(self, view: View) -> np.ndarray:
         return view.array
 
-    def give(self, raw: Any, like: Any) -> Any:
+    def give(self, raw: Any, given: dict[str, Any]) -> Any:
         return raw
 
 
@@ -282,6 +334,7 @@ class _Torch:
 
     def __init__(self, torch: ModuleType) -> None:
         self.torch: Any = torch
+        self.strided = self.torch.strided
         self.places: dict[Any, Place] = {}  # by torch.device, which is slow to ask for its type
         self.devices: dict[Place, Any] = {}
         # What code from torch.compile calls for its launches; current_stream makes a Stream object each time.
@@ -295,12 +348,19 @@ class _Torch:
             self.devices[place] = device
         return place
 
+    def glance(self, raw: Any) -> tuple[Any, ...] | None:
+        if not raw.is_cuda or raw.requires_grad or raw.is_neg() or raw.is_conj() or raw.layout is not self.strided:
+            return None
+        try:
+            return raw.data_ptr(), raw.shape, raw.stride(), raw.dtype, raw.device
+        except RuntimeError:  # no memory, which `view` says better
+            return None
+
     def view(self, raw: Any) -> tuple[View, str]:
-        torch = self.torch
-        if raw.layout is not torch.strided:
+        if raw.layout is not self.strided:
             raise _Unreadable(f"is a tensor of layout {raw.layout}, without strides")
         if raw.requires_grad:
-            if torch.is_grad_enabled():
+            if self.torch.is_grad_enabled():
                 raise _Unreadable(
                     "requires grad while grad mode is on, and this function records no graph",
                     "a tensor without grad is accepted",
@@ -323,10 +383,13 @@ class _Torch:
                 array = raw.view(self.torch.int16).numpy().view(ml_dtypes.bfloat16)
             elif dtype in NUMPY_DTYPES:
                 array = raw.numpy()
-        return View(raw.data_ptr(), tuple(raw.shape), raw.stride(), dtype, array)
+        return View(raw.data_ptr(), raw.shape, raw.stride(), dtype, array)
 
-    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> Any:
-        return self.torch.empty(shape, dtype=getattr(self.torch, dtype), device=self.devices[place])
+    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> tuple[Any, View]:
+        raw = self.torch.empty(shape, dtype=getattr(self.torch, dtype), device=self.devices[place])
+        if place[0] == "cuda":
+            return raw, View(raw.data_ptr(), shape, contiguous(shape), dtype, raw)
+        return raw, self.memory(raw)
 
     def stream(self, place: Place) -> int:
         if self.raw_stream is None:
@@ -339,7 +402,7 @@ class _Torch:
     def host(self, view: View) -> np.ndarray:
         return view.array if isinstance(view.array, np.ndarray) else view.array.cpu().numpy()
 
-    def give(self, raw: Any, like: Any) -> Any:
+    def give(self, raw: Any, given: dict[str, Any]) -> Any:
         return raw
 
 
@@ -352,7 +415,11 @@ class _CuPy:
         self.cupy: Any = cupy
 
     def place(self, raw: Any) -> Place:
-        return "cuda", raw.device.id
+        return "cuda", raw.data.device_id
+
+    def glance(self, raw: Any) -> tuple[Any, ...]:
+        memory = raw.data
+        return memory.ptr, raw.shape, raw.strides, raw.dtype, memory.device_id
 
     def view(self, raw: Any) -> tuple[View, str]:
         strides, dtype = _form(raw.strides, raw.dtype)
@@ -364,12 +431,14 @@ class _CuPy:
     def memory(self, raw: Any) -> View:
         return self.view(raw)[0]
 
-    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> tuple[Any, View]:
         cuda = self.cupy.cuda
         if cuda.runtime.getDevice() == place[1]:  # entering a device takes longer than the allocation
-            return self.cupy.empty(shape, NUMPY_DTYPES[dtype])
-        with cuda.Device(place[1]):
-            return self.cupy.empty(shape, NUMPY_DTYPES[dtype])
+            raw = self.cupy.empty(shape, NUMPY_DTYPES[dtype])
+        else:
+            with cuda.Device(place[1]):
+                raw = self.cupy.empty(shape, NUMPY_DTYPES[dtype])
+        return raw, View(raw.data.ptr, shape, contiguous(shape), dtype, raw)
 
     def stream(self, place: Place) -> int:
         return self.cupy.cuda.get_current_stream(place[1]).ptr
@@ -382,7 +451,7 @@ class _CuPy:
         with view.array.device:
             return view.array.get()
 
-    def give(self, raw: Any, like: Any) -> Any:
+    def give(self, raw: Any, given: dict[str, Any]) -> Any:
         return raw
 
 
@@ -405,6 +474,9 @@ class _DLPack:
         device = _DLPACK_DEVICES.get(int(device_type), f"DLPack device type {int(device_type)}")
         return device, 0 if device == "cpu" else int(ordinal)
 
+    def glance(self, raw: Any) -> None:
+        return None
+
     def view(self, raw: Any) -> tuple[View, str]:
         place = self.place(raw)
         through = self._through(place)
@@ -419,10 +491,7 @@ class _DLPack:
                 f"is a {type(raw).__name__} of {dtype} that cannot be read through DLPack ({error})"
             ) from error
 
-    def memory(self, raw: Any) -> View:
-        return (_NumPy() if isinstance(raw, np.ndarray) else _CuPy()).memory(raw)
-
-    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> tuple[Any, View]:
         return self._through(place).empty(shape, dtype, place)
 
     def stream(self, place: Place) -> int:
@@ -434,7 +503,8 @@ class _DLPack:
     def host(self, view: View) -> np.ndarray:
         return view.array if isinstance(view.array, np.ndarray) else _CuPy().host(view)
 
-    def give(self, raw: Any, like: Any) -> Any:
+    def give(self, raw: Any, given: dict[str, Any]) -> Any:
+        like = next(iter(given.values()))
         if not hasattr(like, "__array_namespace__"):
             return raw
         return like.__array_namespace__().from_dlpack(raw)

@@ -8,16 +8,16 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cupyflash import _attention, _check, _interop
 from cupyflash._attention import Attention
-from cupyflash._check import Checked
+from cupyflash._check import Judged
 from cupyflash._errors import refusal
-from cupyflash._spec import Call, Spec
+from cupyflash._spec import Call, Spec, filled
 
 if TYPE_CHECKING:
     from cupyflash._cuda.plan import BackwardPlan
@@ -155,7 +155,7 @@ def memory_plan(
         grad_dtype=grad_dtype,
     )  # fmt: skip
     arrays = _arrays(q_shape, k_shape, k_shape if v_shape is None else v_shape, dtype, cu_seqlens_q, cu_seqlens_k)
-    fwd, bwd = (_checked(attention, arrays, backward=is_backward) for is_backward in (False, True))
+    fwd, bwd = (_judged(attention, arrays, backward=is_backward) for is_backward in (False, True))
     fwd_plan, bwd_plan = forward(fwd.spec, KNOWN[arch]), backward(bwd.spec, KNOWN[arch])
     q, k, v = (arrays[name].nbytes for name in ("q", "k", "v"))
     out, lse = (_bytes(*fwd.outputs[name]) for name in ("out", "lse"))
@@ -231,20 +231,21 @@ def _arrays(
     return arrays
 
 
-def _checked(attention: Attention, arrays: dict[str, np.ndarray], *, backward: bool) -> Checked:
+def _judged(attention: Attention, arrays: dict[str, np.ndarray], *, backward: bool) -> Judged:
     arguments = {
         name: parameter.default
         for name, parameter in inspect.signature(Attention.plan).parameters.items()
         if name not in ("self", "backward")
     }
     checked, _ = _attention._plannable(_FUNCTION, attention, arguments | arrays, backward)
-    return checked
+    judged = checked.judged
+    return replace(judged, call=filled(judged.call, _check.given(checked)))  # the offsets of packed sequences are read
 
 
-def _flops(attention: Attention, checked: Checked, *, head_dim_v: int | None = None, backward: bool = False) -> int:
+def _flops(attention: Attention, judged: Judged, *, head_dim_v: int | None = None, backward: bool = False) -> int:
     from cupyflash.testing import flops
 
-    spec = checked.spec
+    spec = judged.spec
     return sum(
         flops(
             batch=1,
@@ -254,10 +255,10 @@ def _flops(attention: Attention, checked: Checked, *, head_dim_v: int | None = N
             head_dim=spec.head_dim,
             head_dim_v=spec.head_dim_v if head_dim_v is None else head_dim_v,
             causal=attention.causal,
-            window=(checked.call.window_left, checked.call.window_right),
+            window=(judged.call.window_left, judged.call.window_right),
             backward=backward,
         )
-        for len_q, len_k in _lengths(checked.call)
+        for len_q, len_k in _lengths(judged.call)
     )
 
 

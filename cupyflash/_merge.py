@@ -91,7 +91,7 @@ def merge_states(
     result, result_lse = states.result("out", want), states.result("lse", want_lse)
     call = states.call()
     call.out, call.lse = states.canonical("out", result), states.canonical("lse", result_lse)
-    _interop.backend(states.adopted).merge(call)
+    _interop.backend(states.adopted.place).merge(call)
     return AttnOutput(states.adopted.give(result), states.adopted.give(result_lse))
 
 
@@ -146,7 +146,7 @@ def merge_states_bwd(
             setattr(call, name, states.canonical(name, _interop.require_unit_stride(states.adopted, name)))
     call.douts = [states.canonical("out", view) for view in douts.states]
     call.dlses = [states.canonical("lse", view) for view in dlses.states]
-    _interop.backend(states.adopted).merge_bwd(call)
+    _interop.backend(states.adopted.place).merge_bwd(call)
     return douts.give(states.adopted), dlses.give(states.adopted)
 
 

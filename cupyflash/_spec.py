@@ -9,15 +9,30 @@ canonical form, whatever layout the caller used:
     packed           a leading axis of one: q [1, Tq, Hq, D], lse [1, Hq, Tq]
     paged            k, v are pools [pages, page_size, Hkv, D|Dv]
 
-Backends see `Spec`, `Call` and `View`, never options or frameworks.
+Backends see `Spec`, `Call` and `View`, never options or frameworks. The Call of an attention is its *form*: a `Blank`
+stands for every number that only one call knows, so that what follows from the form is worked out once.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+
+
+class Blank(int):
+    """The address of an argument, or its value where it is an int: to be filled in. As an int, what is added to it."""
+
+    name: str
+
+    def __new__(cls, name: str, offset: int = 0) -> Blank:
+        blank = super().__new__(cls, offset)
+        blank.name = name
+        return blank
+
+    def __add__(self, offset: int) -> Blank:
+        return Blank(self.name, int(self) + offset)
 
 
 class View(NamedTuple):  # made in a third of a frozen dataclass's time, several times a call
@@ -27,7 +42,7 @@ class View(NamedTuple):  # made in a third of a frozen dataclass's time, several
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
-    array: Any  # a NumPy array of exactly this shape on the CPU; on a GPU whatever keeps the memory alive
+    array: Any  # a NumPy array of exactly this shape on the CPU; on a GPU whatever keeps it alive; None in a form
 
 
 class Mask(enum.Enum):
@@ -76,7 +91,7 @@ class Spec:
 
 @dataclass(slots=True)
 class Call:
-    """Everything that changes from call to call, in the canonical form above."""
+    """Everything that may change from call to call, in the canonical form above."""
 
     function: str  # the public name, for messages
     batch: int  # sequences when packed
@@ -119,6 +134,13 @@ class Call:
     dsink: View | None = None
 
     workspace: View | None = None
-    empty: Callable[[tuple[int, ...], str], View] | None = None  # allocates in the caller's library
     device: int = 0
-    stream: int = 0
+
+
+FilledIn = Mapping[str, View | int]  # what a call fills into the blanks of its form, by the names of Call's fields
+Work = Callable[[FilledIn, int], None]  # a form made ready by its backend: to be run with what is given, on a stream
+
+
+def filled(call: Call, given: FilledIn) -> Call:
+    """The form with what is given in its blanks."""
+    return replace(call, **given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyflash import _cpu
+from cupyflash import _attention, _cpu, _interop
+from tests import fake_cuda as stand_in
 from tests.backends import Backend, CupyBackend, NumpyBackend, gpu_is_there
 
 SEED = pytest.StashKey[int]()
@@ -24,25 +26,46 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(params=["numpy", "numpy, small tiles", pytest.param("cupy", marks=pytest.mark.gpu)])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     """Where a test's arrays live; the GPU part is skipped on a machine without one.
 
     NumPy's tiles are larger than most problems here, so it runs them in small and odd ones too.
     """
     if request.param == "numpy":
-        return NumpyBackend()
-    if request.param == "numpy, small tiles":
+        yield NumpyBackend()
+    elif request.param == "numpy, small tiles":
         usual = _cpu.plan
 
         def small(spec: Any, call: Any, *, backward: bool, override: object | None = None) -> _cpu.NumpyPlan:
             plan = usual(spec, call, backward=backward, override=override)
             return plan if override is not None else replace(plan, block_q=48, block_k=29)
 
+        _attention._ready.cache_clear()  # plans are remembered
         monkeypatch.setattr(_cpu, "plan", small)
-        return NumpyBackend()
-    if not gpu_is_there():
+        yield NumpyBackend()
+        _attention._ready.cache_clear()
+    elif not gpu_is_there():
         pytest.skip("no CUDA GPU")
-    return CupyBackend()
+    else:
+        yield CupyBackend()
+
+
+@pytest.fixture
+def fake_cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A stand-in for CuPy without a GPU: see `tests.fake_cuda`."""
+    cupy = stand_in.make_cupy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(_interop, "_cupy_trouble", lambda: "")
+    return cupy
+
+
+@pytest.fixture
+def fake_cuda(fake_cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The same with kernels that are not compiled: their launches are kept in `cupy.launches`."""
+    stand_in.take_launches(fake_cupy, monkeypatch)
+    stand_in.forget_forms()
+    yield fake_cupy
+    stand_in.forget_forms()
 
 
 @pytest.fixture

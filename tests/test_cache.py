@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -252,7 +253,7 @@ def main(arguments: Sequence[str]) -> None:
             self.code, self.options = code, options
 
         def get_function(self, _: str) -> Any:
-            return core.compile_with_cache(self.code, self.options, str(arch))
+            return SimpleNamespace(kernel=core.compile_with_cache(self.code, self.options, str(arch)))
 
     compiler.function.Module = Module
     compiler._get_arch_for_options_for_nvrtc = lambda arch=None: (f"-arch=sm_{arch}", "cubin")
@@ -271,7 +272,7 @@ def main(arguments: Sequence[str]) -> None:
                 for in_memory in ("0", "1"):
                     os.environ["CUPY_CACHE_IN_MEMORY"] = in_memory
                     module = RawModule(code=compose(plan.constants), options=ours.OPTIONS)
-                    right.append(module.get_function("").cubin)
+                    right.append(module.get_function("").kernel.cubin)
             compiler._kernel_cache_backend = usual
             del os.environ["CUPY_CACHE_IN_MEMORY"]
             if found not in right:

@@ -13,6 +13,7 @@ from cupyflash._cuda import constants, params, source
 from cupyflash._cuda.constants import KERNELS
 from cupyflash._cuda.device import KNOWN
 from cupyflash._cuda.plan import ROW_PAD
+from cupyflash._spec import Blank, View
 from tests import binaries
 
 HEADER = (source.root() / "include" / "params.cuh").read_text(encoding="utf-8")
@@ -98,13 +99,56 @@ def test_header_and_host_agree_on_shared_numbers() -> None:
 @pytest.mark.parametrize("kernel", params.PARAMS)
 def test_packing_puts_every_value_into_its_field(kernel: str, rng: np.random.Generator) -> None:
     """By `struct.Struct` as by field name, padding between fields included."""
-    dtype = params.DTYPES[params.PARAMS[kernel]]
+    dtype = _dtype(params.STRUCTS[params.PARAMS[kernel]])
     flat = list(_leaves(dtype))
     values = [float(np.float32(rng.random())) if leaf.kind == "f" else int(rng.integers(1, 2**31)) for leaf in flat]
-    packed = params.pack(kernel, tuple(values))
-    assert packed.dtype == dtype
-    assert list(_values(packed)) == values
+    fields = params.packer(kernel).pack(*values)
+    assert list(_values(np.frombuffer(fields, dtype)[0])) == values
     assert struct.calcsize(params.packer(kernel).format) == dtype.itemsize
+
+
+@pytest.mark.parametrize("kernel", params.PARAMS)
+def test_blanks_are_filled_as_if_they_had_been_packed(kernel: str, rng: np.random.Generator) -> None:
+    """Any of the integers: those of 4 bytes behind ones of 8, neighbours, the first and the last."""
+    codes = params.packer(kernel).unpack(bytes(params.packer(kernel).size))
+    wanted = [0.5 if isinstance(code, float) else int(rng.integers(2**31)) for code in codes]
+    for share in (0.0, 0.1, 0.5, 1.0):
+        is_blank = [isinstance(value, int) and rng.random() < share for value in wanted]
+        offsets = [int(rng.integers(100)) * at % 3 for at in range(len(wanted))]
+        values = [
+            Blank(f"x{at}", offset) if blank else value
+            for at, (value, blank, offset) in enumerate(zip(wanted, is_blank, offsets, strict=True))
+        ]
+        views = {
+            f"x{at}": View(value - offset, (1,), (1,), "uint8", None)
+            for at, (value, offset) in enumerate(zip(wanted, offsets, strict=True))
+        }
+        packed = params.Template(kernel, tuple(values)).filled(views)
+        assert packed.tobytes() == params.packer(kernel).pack(*wanted)
+        assert packed.dtype.fields is None and packed.ndim == 0
+
+
+def test_an_int_fills_a_blank_as_it_is() -> None:
+    size = len(params.packer("fwd_generic").unpack(bytes(params.packer("fwd_generic").size)))
+    position = [name for name, _ in params.PROBLEM].index("q_start_value")
+    values = [0] * size
+    values[position] = Blank("q_start")
+    packed = params.Template("fwd_generic", tuple(values)).filled({"q_start": -5})
+    assert params.packer("fwd_generic").unpack(packed.tobytes())[position] == -5
+
+
+def _dtype(fields: params.Fields) -> np.dtype:
+    """An aligned struct of NumPy's, which has C's layout."""
+    numpy_codes = {"P": "u8", "q": "i8", "Q": "u8", "i": "i4", "I": "u4", "d": "f8"}
+    described: list[Any] = []
+    for name, kind in fields:
+        if isinstance(kind, str):
+            described.append((name, numpy_codes[kind]))
+        elif isinstance(kind[1], int):
+            described.append((name, _dtype(kind[0]), (kind[1],)))
+        else:
+            described.append((name, _dtype(kind)))
+    return np.dtype(described, align=True)
 
 
 def _leaves(dtype: np.dtype) -> list[np.dtype]:

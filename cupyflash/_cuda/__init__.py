@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .._errors import UnsupportedError
-from .._spec import Call, Spec, View
+from .._spec import Blank, Call, FilledIn, Spec, View, Work
 from . import device as _device
 from . import plan as _plan
 from .arguments import NO_TENSOR, TYPE_CODES, per_row, pointer, problem, rows, scores, tiles_of
 from .constants import ITEM_BYTES, BwdDbiasGeneric, BwdPreprocess, FwdGeneric, MergeStates, MergeStatesBwd, accum_of
-from .launch import run
+from .launch import Schedule
 from .params import MERGE_STATES
 from .plan import ROW_PAD, BackwardPlan, Plan
 
@@ -32,8 +32,8 @@ def plan(spec: Spec, call: Call, *, backward: bool, override: object | None = No
     return chosen if override is None else _plan.validate(override, chosen, device)
 
 
-def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric]) -> None:
-    """Write out and lse."""
+def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric]) -> Work:
+    """To write out and lse."""
     c = plan.constants
     values = (
         *problem(spec, call, c.query_tile, c.key_tile),
@@ -44,7 +44,9 @@ def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric]) -> None:
         *rows(call.out),
         *per_row(call.lse),
     )
-    run(plan, _blocks(call, call.len_q, c.query_tile, spec.heads_q), values, call.device, call.stream)
+    schedule = Schedule(call.device)
+    schedule.launch(plan, _blocks(call, call.len_q, c.query_tile, spec.heads_q), values)
+    return schedule
 
 
 def workspace_bytes(spec: Spec, call: Call, *, backward: bool) -> int:
@@ -52,19 +54,16 @@ def workspace_bytes(spec: Spec, call: Call, *, backward: bool) -> int:
     return sum(_aligned(size) for size in _workspace_parts(spec, call)) if backward else 0
 
 
-def backward(spec: Spec, call: Call, plan: BackwardPlan) -> None:
-    """Write dq, dk and dv (dbias and dsink too where there is a bias or a sink), or add to them."""
+def backward(spec: Spec, call: Call, plan: BackwardPlan) -> Work:
+    """To write dq, dk and dv (dbias and dsink too where there is a bias or a sink), or to add to them."""
+    schedule = Schedule(call.device)
     main, finish = plan.main.constants, plan.finish.constants
-    sizes = _workspace_parts(spec, call)
-    workspace = call.workspace
-    if workspace is None:
-        assert call.empty is not None
-        workspace = call.empty((sum(_aligned(size) for size in sizes),), "uint8")
-    addresses = _addresses(workspace, sizes)
+    addresses = _addresses(Blank("workspace"), _workspace_parts(spec, call))
     stats, dq_accum, parts, rounded = addresses
     where = problem(spec, call, plan.preprocess.constants.query_tile, main.key_tile)
     query_blocks = _blocks(call, call.len_q, plan.preprocess.constants.query_tile, spec.heads_q)
-    _run_preprocess(plan.preprocess, query_blocks, call, where, None, addresses, (main.head_dim, _rounded_cols(spec)))
+    cols = main.head_dim, _rounded_cols(spec)
+    schedule.launch(plan.preprocess, query_blocks, _preprocess_values(call, where, None, addresses, cols))
 
     dout = rows(call.dout)
     if rounded:
@@ -73,37 +72,33 @@ def backward(spec: Spec, call: Call, plan: BackwardPlan) -> None:
     inputs = (*scores(spec, call), *rows(call.q), *rows(call.k), *rows(call.v), *dout)
     gradients = (*rows(call.dq), *rows(call.dk), *rows(call.dv), stats, dq_accum)
     key_blocks = _blocks(call, call.len_k, main.key_tile, spec.heads_kv)
-    run(plan.main, key_blocks, (*where, *inputs, *gradients), call.device, call.stream)
+    schedule.launch(plan.main, key_blocks, (*where, *inputs, *gradients))
     if plan.dq is not None:
         tile = plan.dq.constants.query_tile
         values = (*problem(spec, call, tile, main.key_tile), *inputs, *gradients)
-        run(plan.dq, _blocks(call, call.len_q, tile, spec.heads_q), values, call.device, call.stream)
+        schedule.launch(plan.dq, _blocks(call, call.len_q, tile, spec.heads_q), values)
     if plan.dbias is not None:
-        _run_dbias(plan.dbias, call, (*where, *inputs, stats))
+        _add_dbias(schedule, plan.dbias, call, (*where, *inputs, stats))
     if plan.dq is None or call.dsink is not None:
         dq = rows(call.dq) if plan.dq is None else NO_TENSOR
         sums = (dq_accum, parts, pointer(call.dsink), call.scale, main.head_dim, query_blocks // max(spec.heads_q, 1))
         blocks = _blocks(call, call.len_q, finish.query_tile, spec.heads_q)
         values = (*problem(spec, call, finish.query_tile, main.key_tile), *dq, *sums)
-        run(plan.finish, blocks, values, call.device, call.stream)
+        schedule.launch(plan.finish, blocks, values)
         if blocks == 0 and call.dsink is not None and not spec.accumulate:
-            _zero(call.dsink, call.device, call.stream)
+            schedule.steps.append(_zero_dsink)
+    return schedule
 
 
-def _run_dbias(plan: Plan[BwdDbiasGeneric], call: Call, values: tuple[Any, ...]) -> None:
+def _add_dbias(schedule: Schedule, plan: Plan[BwdDbiasGeneric], call: Call, values: tuple[Any, ...]) -> None:
     dbias, c = _given(call.dbias), plan.constants
     batch, heads, len_q, len_k = dbias.shape
     tiles = (-(-len_q // c.query_tile), -(-len_k // c.key_tile))
-    run(
-        plan,
-        batch * heads * tiles[0] * tiles[1],
-        (*values, dbias.ptr, *dbias.strides, *dbias.shape),
-        call.device,
-        call.stream,
-    )
+    blocks = batch * heads * tiles[0] * tiles[1]
+    schedule.launch(plan, blocks, (*values, dbias.ptr, *dbias.strides, *dbias.shape))
 
 
-def preprocess(call: Call) -> None:
+def preprocess(call: Call, stream: int) -> None:
     """Write delta = rowsum(dout * out) - dlse."""
     out, dout = _given(call.out), _given(call.dout)
     _plan.refuse_values(call)
@@ -114,7 +109,9 @@ def preprocess(call: Call) -> None:
     tiles = tiles_of(call.len_q, constants.query_tile, call)
     where = (*(0,) * 9, call.batch, call.len_q, 0, heads, heads, dim, dim, tiles, 0, 0, 0, 0)
     blocks = _blocks(call, call.len_q, constants.query_tile, heads)
-    _run_preprocess(plan, blocks, call, where, call.delta, (0, 0, 0, 0), (0, 0))
+    schedule = Schedule(call.device)
+    schedule.launch(plan, blocks, _preprocess_values(call, where, call.delta, (0, 0, 0, 0), (0, 0)))
+    schedule({}, stream)
 
 
 def merge(call: MergeCall) -> None:
@@ -166,7 +163,9 @@ def _run_merge(
     batch, length, heads, dim = shape
     plan = Plan(constants, _device.of(call.device).arch, "the only kernel that does this")
     values = (*states, num, batch, length, heads, dim, 0)
-    run(plan, -(-batch * length * heads // constants.warps), values, call.device, call.stream)
+    schedule = Schedule(call.device)
+    schedule.launch(plan, -(-batch * length * heads // constants.warps), values)
+    schedule({}, call.stream)
 
 
 def _given(view: View | None) -> View:
@@ -175,18 +174,16 @@ def _given(view: View | None) -> View:
     return view
 
 
-def _run_preprocess(
-    plan: Plan[BwdPreprocess],
-    blocks: int,
+def _preprocess_values(
     call: Call,
     where: tuple[Any, ...],
     delta_out: View | None,
     workspace: tuple[int, int, int, int],
     cols: tuple[int, int],
-) -> None:
+) -> tuple[Any, ...]:
     is_computed = call.delta is None or delta_out is not None
     stats, dq_accum, dsink_parts, rounded = workspace
-    values = (
+    return (
         *where,
         *(rows(call.out) if is_computed else NO_TENSOR),
         *rows(call.dout),
@@ -201,7 +198,6 @@ def _run_preprocess(
         dsink_parts,
         *cols,
     )
-    run(plan, blocks, values, call.device, call.stream)
 
 
 def _blocks(call: Call, length: int, tile: int, heads: int) -> int:
@@ -231,9 +227,9 @@ def _rounded_cols(spec: Spec) -> int:
     return -(-spec.head_dim_v // whole) * whole
 
 
-def _addresses(workspace: View, sizes: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Where each part begins; 0 for an empty one."""
-    addresses, at = [], workspace.ptr
+def _addresses(at: int, sizes: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Where each part of a workspace begins; 0 for an empty one."""
+    addresses = []
     for size in sizes:
         addresses.append(at if size else 0)
         at += _aligned(size)
@@ -244,8 +240,9 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def _zero(view: View, device: int, stream: int) -> None:
+def _zero_dsink(given: FilledIn, stream: Any) -> None:
     import cupy
 
-    with cupy.cuda.Device(device):
-        cupy.cuda.runtime.memsetAsync(view.ptr, 0, view.shape[0] * ITEM_BYTES[view.dtype], stream)
+    dsink = given["dsink"]
+    assert isinstance(dsink, View)
+    cupy.cuda.runtime.memsetAsync(dsink.ptr, 0, dsink.shape[0] * ITEM_BYTES[dsink.dtype], stream.ptr)

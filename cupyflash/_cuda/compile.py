@@ -53,9 +53,10 @@ def _compiled(plan: Plan[Any], ordinal: int) -> Any:
     with cupy.cuda.Device(ordinal):
         module = cupy.RawModule(code=compose(plan.constants), options=OPTIONS)
         try:
-            function = module.get_function(plan.kernel)
+            raw = module.get_function(plan.kernel)
             if plan.smem_bytes > _OPT_IN_BYTES:
-                function.max_dynamic_shared_size_bytes = plan.smem_bytes
+                raw.max_dynamic_shared_size_bytes = plan.smem_bytes
+            function = raw.kernel  # of this device, which `raw` would look up again at each launch
         except cupy.cuda.compiler.CompileException as error:
             raise CompileError(
                 f"{plan.kernel} did not compile for sm_{plan.arch} with options {' '.join(OPTIONS)}.\n{error}\n"

@@ -2,33 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .._errors import UnsupportedError
+from .._spec import FilledIn
 from .compile import kernel
-from .params import pack
+from .params import Template
 from .plan import MAX_BLOCKS, Plan
+
+Step = Callable[[FilledIn, Any], None]  # what is given, and the stream as CuPy's launch wants it
+
+
+class Launch:
+    """A kernel with its grid and its struct, whose blanks are filled at each call."""
+
+    __slots__ = ("_block", "_grid", "_kernel", "_smem_bytes", "_struct")
+
+    def __init__(self, plan: Plan[Any], blocks: int, values: tuple[Any, ...], device: int) -> None:
+        if blocks > MAX_BLOCKS:
+            given = f"{blocks} blocks; a grid holds at most {MAX_BLOCKS}"
+            raise UnsupportedError(f"{plan.kernel}: {given}. Split the batch.")
+        self._kernel, self._struct = kernel(plan, device), Template(plan.kernel, values)
+        self._grid, self._block, self._smem_bytes = (blocks,), (plan.threads,), plan.smem_bytes
+
+    def __call__(self, given: FilledIn, stream: Any) -> None:
+        arguments = (self._struct.filled(given),)
+        self._kernel(self._grid, self._block, arguments, shared_mem=self._smem_bytes, stream=stream)
+
+
+class Schedule:
+    """What a call runs on its device, in order."""
+
+    def __init__(self, device: int) -> None:
+        import cupy
+
+        self.device = device
+        self.steps: list[Step] = []
+        self._cuda: Any = cupy.cuda
+
+    def launch(self, plan: Plan[Any], blocks: int, values: tuple[Any, ...]) -> None:
+        """Add a launch of `blocks` blocks with this struct; nothing for none."""
+        if blocks:
+            self.steps.append(Launch(plan, blocks, values, self.device))
+
+    def __call__(self, given: FilledIn, stream: int) -> None:
+        if self._cuda.runtime.getDevice() == self.device:  # nearly always; entering the device would cost more
+            self._run(given, _Stream(stream))
+        else:
+            with self._cuda.Device(self.device):
+                self._run(given, _Stream(stream))
+
+    def _run(self, given: FilledIn, stream: Any) -> None:
+        for step in self.steps:
+            step(given, stream)
 
 
 class _Stream:
     """A stream by its pointer, as CuPy's launch wants it."""
 
+    __slots__ = ("ptr",)
+
     def __init__(self, ptr: int) -> None:
         self.ptr = ptr
-
-
-def run(plan: Plan[Any], blocks: int, values: tuple[Any, ...], device: int, stream: int) -> None:
-    """Launch `blocks` blocks with this struct on this stream; nothing for none."""
-    import cupy
-
-    if blocks == 0:
-        return
-    if blocks > MAX_BLOCKS:
-        raise UnsupportedError(f"{plan.kernel}: {blocks} blocks; a grid holds at most {MAX_BLOCKS}. Split the batch.")
-    launch, arguments = kernel(plan, device), (pack(plan.kernel, values),)
-    grid, block, smem_bytes = (blocks,), (plan.threads,), plan.smem_bytes
-    if cupy.cuda.runtime.getDevice() == device:  # nearly always; to enter a device it already is in costs more
-        launch(grid, block, arguments, shared_mem=smem_bytes, stream=_Stream(stream))
-    else:
-        with cupy.cuda.Device(device):
-            launch(grid, block, arguments, shared_mem=smem_bytes, stream=_Stream(stream))

@@ -1,4 +1,4 @@
-"""The run-time arguments of each job: a NumPy struct dtype and a packer that mirror `cuda_src/include/params.cuh`.
+"""The run-time arguments of each job: structs that mirror `cuda_src/include/params.cuh`, and templates that pack them.
 
 `struct.Struct` packs in native alignment, which is C's; a test holds names, order, types and sizes equal to the header.
 """
@@ -9,6 +9,8 @@ import struct
 from typing import Any
 
 import numpy as np
+
+from .._spec import Blank, FilledIn
 
 # Pointer fields are P: an address, 0 for null.
 TENSOR = (("data", "P"), ("stride_b", "q"), ("stride_n", "q"), ("stride_h", "q"))
@@ -178,20 +180,6 @@ def _format(fields: Fields) -> str:
     return codes
 
 
-def _dtype(fields: Fields) -> np.dtype:
-    numpy_codes = {"P": "u8", "q": "i8", "Q": "u8", "i": "i4", "I": "u4", "d": "f8"}
-    described: list[Any] = []
-    for name, kind in fields:
-        if isinstance(kind, str):
-            described.append((name, numpy_codes[kind]))
-        elif isinstance(kind[1], int):
-            described.append((name, _dtype(kind[0]), (kind[1],)))
-        else:
-            described.append((name, _dtype(kind)))
-    return np.dtype(described, align=True)
-
-
-DTYPES = {name: _dtype(fields) for name, fields in STRUCTS.items()}
 _PACKERS = {kernel: struct.Struct(_format(STRUCTS[name])) for kernel, name in PARAMS.items()}
 
 
@@ -200,6 +188,32 @@ def packer(kernel: str) -> struct.Struct:
     return _PACKERS[kernel]
 
 
-def pack(kernel: str, values: tuple[Any, ...]) -> np.void:
-    """The flat field values of `kernel`'s struct, in order, as the one by-value argument of its launch."""
-    return np.frombuffer(packer(kernel).pack(*values), DTYPES[PARAMS[kernel]])[0]
+class Template:
+    """A kernel's struct, packed once but for its blanks: between them lie bytes, so that a call packs few values."""
+
+    __slots__ = ("_blanks", "_dtype", "_pack", "_parts")
+
+    def __init__(self, kernel: str, values: tuple[Any, ...]) -> None:
+        codes, packed = _format(STRUCTS[PARAMS[kernel]]), packer(kernel).pack(*values)
+        self._parts: list[Any] = []
+        self._blanks: list[tuple[int, str, int]] = []  # which part, the name of what fills it, and what is added
+        form, end = "=", 0
+        for at, value in enumerate(values):
+            if isinstance(value, Blank):
+                code = codes[at].replace("P", "Q")  # sizes are spelled out, and so is an address's
+                begin, end = end, struct.calcsize(codes[: at + 1])
+                constant = packed[begin : end - struct.calcsize(code)]
+                form += f"{len(constant)}s{code}"
+                self._blanks.append((len(self._parts) + 1, value.name, int(value)))
+                self._parts += [constant, 0]
+        self._parts.append(packed[end:])
+        self._pack = struct.Struct(f"{form}{len(packed) - end}s").pack
+        self._dtype = np.dtype((np.void, len(packed)))  # without fields: CuPy is slow to copy those
+
+    def filled(self, given: FilledIn) -> np.void:
+        """The one by-value argument of the kernel's launch."""
+        parts = self._parts.copy()  # another thread may be filling this too
+        for at, name, offset in self._blanks:
+            value = given[name]
+            parts[at] = offset + (value if isinstance(value, int) else value.ptr)
+        return np.frombuffer(self._pack(*parts), self._dtype)[0]
