@@ -46,7 +46,7 @@ def measure(count: int, dtype: Any, copy: float, device: Any) -> dict[str, Any]:
     batch, length, heads, _ = SHAPE
     outs = [torch.randn(SHAPE, device=device).to(dtype) for _ in range(count)]
     lses = [2 * torch.randn(batch, heads, length, device=device) for _ in range(count)]
-    merged = {"out": torch.full_like(outs[0], torch.nan), "lse": torch.full_like(lses[0], torch.nan)}
+    merged: dict[str, Any] = {"out": torch.full_like(outs[0], torch.nan), "lse": torch.full_like(lses[0], torch.nan)}
     cf.merge_states(outs, lses, **merged)
     weights = torch.stack(lses).double().softmax(0).transpose(2, 3)[..., None]
     exact = sum(weight * out.double() for weight, out in zip(weights, outs, strict=True))

@@ -62,7 +62,7 @@ class MemoryPlan:
 
     forward_traffic_bytes: int  # what the kernels ask of memory, tile by tile
     backward_traffic_bytes: int
-    least_forward_traffic_bytes: int  # each array once, as when the caches catch every second reading
+    least_forward_traffic_bytes: int  # each kernel and array once, as when the caches catch every second access
     least_backward_traffic_bytes: int
     standard_forward_traffic_bytes: int
     standard_backward_traffic_bytes: int
@@ -107,7 +107,7 @@ def memory_plan(
         traffic with P stored = Θ(N·d + N²);   with tiles in M bytes of shared memory = Θ(N² · d² / M)
 
     Traffic is exact for the tiles of the kernels that would run: what they ask of memory, each block for itself. L2
-    answers part of it, so that DRAM sees something between this and the least, which is each array once.
+    answers part of it, so that DRAM sees something between this and the least, which is each array once a kernel.
 
     Parameters
     ----------
@@ -163,6 +163,9 @@ def memory_plan(
     pairs = sum(len_q * len_k for len_q, len_k in _lengths(bwd.call))
     probabilities = pairs * bwd.spec.heads_q * arrays["q"].itemsize
     workspace = _cuda.workspace_bytes(bwd.spec, bwd.call, backward=True)
+    # dout comes to the preprocess and to the main kernel; dq's own kernel, if any, reads all inputs. dq's sums are
+    # zeroed, read and written by reductions, and read; else the workspace is (lse, delta), written once and read twice.
+    read_again, crossings = (q + k + v + 2 * out, 3) if deterministic else (out, 4)
 
     forward_flops, scores_flops = _flops(attention, fwd), _flops(attention, fwd, head_dim_v=0)
     again = forward_flops if deterministic else 0  # dq's own kernel makes S and dP once more
@@ -193,7 +196,7 @@ def memory_plan(
         forward_traffic_bytes=_forward_traffic(fwd.spec, fwd.call, fwd_plan.constants.query_tile),
         backward_traffic_bytes=_backward_traffic(bwd.spec, bwd.call, bwd_plan, workspace),
         least_forward_traffic_bytes=q + k + v + out + lse,
-        least_backward_traffic_bytes=q + k + v + 2 * out + lse + grads,
+        least_backward_traffic_bytes=q + k + v + 2 * out + lse + grads + read_again + crossings * workspace,
         standard_forward_traffic_bytes=q + k + v + out + _SCORE_PASSES[0] * probabilities,
         standard_backward_traffic_bytes=q + k + v + 2 * out + grads + _SCORE_PASSES[1] * probabilities,
     )

@@ -1,6 +1,6 @@
 """compute-sanitizer over a small suite of calls: `python -m tests.sanitize` on a machine with a GPU.
 
-Each tool runs the suite in a process of its own. What they say, a refusal to run included, is written to
+Each tool watches the suite in a process of its own. What they say, a refusal to run included, is written to
 benchmarks/results/sanitizer-<gpu>.json beside the hashes of the kernels that they watched.
 """
 
@@ -13,32 +13,34 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 import cupyflash as cf
 from benchmarks import stamp
 from cupyflash import _environment
+from tests.cases import DTYPES
 
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 TOOL_SECONDS = 300
 ERRORS_FOUND = 99  # the exit code that is asked of a tool
-DTYPES: tuple[Any, ...] = (np.dtype(ml_dtypes.bfloat16), np.float16, np.float32, np.float64)
+SUITE = (sys.executable, "-m", "tests.sanitize", "--suite")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.sanitize", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--suite", action="store_true", help="only make the calls that the tools watch")
-    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser = argparse.ArgumentParser(prog="python -m tests.sanitize", description="compute-sanitizer over our kernels.")
+    parser.add_argument("--suite", nargs="+", choices=DTYPES, help="only make the calls that the tools watch")
     options = parser.parse_args(arguments)
     if options.suite:
-        suite()
+        suite(options.suite)
         return 0
     facts = {fact.label: fact.text for fact in _environment.facts() if fact.label != "kernel cache"}  # a path
-    suite()  # kernels are compiled here, so that no tool watches the compiler
-    verdicts = {tool: verdict(tool) for tool in options.tools}
+    with ThreadPoolExecutor() as pool:  # of subprocesses
+        compiled = pool.map(lambda dtype: subprocess.run((*SUITE, dtype), check=True), DTYPES)
+        list(compiled)  # no tool need watch the compiler
+        verdicts = dict(zip(TOOLS, pool.map(verdict, TOOLS), strict=True))
     record = {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "machine": facts,
@@ -54,31 +56,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def verdict(tool: str) -> str:
     """clean, or what the tool found or why it did not run."""
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(ERRORS_FOUND), "--print-limit", "3"]
-    command += [sys.executable, "-m", "tests.sanitize", "--suite"]
+    command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", str(ERRORS_FOUND), "--print-limit", "3")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS)
+        done = subprocess.run((*command, *SUITE, *DTYPES), capture_output=True, text=True, timeout=TOOL_SECONDS)
     except OSError as error:
         return f"did not run: {error.strerror}"
     except subprocess.TimeoutExpired:
         return f"did not end within {TOOL_SECONDS} s"
-    said = [
-        line.removeprefix("=========").strip() for line in (done.stdout + done.stderr).splitlines() if "=====" in line
-    ]
+    lines = (done.stdout + done.stderr).splitlines()
+    said = [line.removeprefix("=========").strip() for line in lines if line.startswith("=========")]
     summaries = [line for line in said if "SUMMARY" in line]
     if done.returncode == 0 and summaries and all(re.search(r": 0 (errors|hazards)", line) for line in summaries):
         return "clean"
-    return f"exit {done.returncode}: " + " | ".join([*said[:12], *summaries])
+    return f"exit {done.returncode}: " + " | ".join([*said[:12], *summaries, *([] if said else lines[-3:])])
 
 
-def suite() -> None:
-    """Every kernel in every dtype: whole and ragged tiles, grouped heads, every feature, both ways to sum dq."""
+def suite(dtypes: Sequence[str]) -> None:
+    """Every kernel: ragged tiles, grouped heads, every feature, packed sequences, both ways to sum dq, merges."""
     import cupy
 
     cupy.cuda.set_allocator(None)  # an allocation each: nothing hides in a pool
     rng = np.random.default_rng()
 
-    def draw(*shape: int, dtype: Any = np.float32) -> Any:
+    def draw(dtype: Any, *shape: int) -> Any:
         return cupy.asarray(rng.standard_normal(shape).astype(np.float32).astype(dtype))
 
     def differentiate(attention: cf.Attention, q: Any, k: Any, v: Any, dout: Any, **given: Any) -> None:
@@ -86,24 +86,21 @@ def suite() -> None:
         for deterministic in (False, True):
             attention.replace(deterministic=deterministic).bwd(q, k, v, out, lse, dout, **given)
 
-    for dtype in DTYPES:
-        for len_q, len_k, dim, dim_v in ((128, 128, 64, 64), (65, 131, 40, 72), (1, 33, 128, 128)):
-            q, dout = draw(2, len_q, 4, dim, dtype=dtype), draw(2, len_q, 4, dim_v, dtype=dtype)
-            k, v = draw(2, len_k, 2, dim, dtype=dtype), draw(2, len_k, 2, dim_v, dtype=dtype)
+    for name in dtypes:
+        dtype, statistic = DTYPES[name], np.float64 if name == "float64" else np.float32
+        for len_q, len_k, dim in ((128, 128, 64), (65, 131, 57), (1, 33, 64), (150, 150, 128)):
+            q, k, v, dout = (
+                draw(dtype, 2, length, heads, dim) for length, heads in ((len_q, 4), (len_k, 2), (len_k, 2), (len_q, 4))
+            )
             differentiate(cf.Attention(causal=True), q, k, v, dout)
-        statistic = np.float64 if dtype == np.float64 else np.float32
-        given = {"bias": draw(1, 4, 1, 33, dtype=dtype), "alibi_slopes": draw(4, dtype=statistic), "seed": 3}
-        given["sink"] = draw(4, dtype=statistic)
-        differentiate(cf.Attention(window=(9, 2), softcap=2.0, dropout_p=0.2), q, k, v, dout, **given)
+        given = {"bias": draw(dtype, 1, 4, 1, 150), "alibi_slopes": draw(statistic, 4), "sink": draw(statistic, 4)}
+        differentiate(cf.Attention(window=(9, 2), softcap=2.0, dropout_p=0.2), q, k, v, dout, **given, seed=3)
         offsets = cupy.asarray(np.array([0, 33, 33, 90], np.int32))
-        q, k, v, dout = (draw(100, heads, 64, dtype=dtype) for heads in (4, 2, 2, 4))
-        packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
-        differentiate(cf.Attention(layout="thd", causal=True), q, k, v, dout, **packed)
-        outs, lses = zip(
-            *(cf.attn_fwd(*(draw(1, 37, 2, 64, dtype=dtype) for _ in range(3))) for _ in range(3)), strict=True
-        )
-        merged = cf.merge_states(list(outs), list(lses))
-        cf.merge_states_bwd(list(outs), list(lses), *merged, *merged)
+        q, k, v, dout = (draw(dtype, 100, heads, 64) for heads in (4, 2, 2, 4))
+        packed = cf.Attention(layout="thd", causal=True)
+        differentiate(packed, q, k, v, dout, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+        outs, lses = [draw(dtype, 1, 37, 2, 64) for _ in range(3)], [draw(statistic, 1, 2, 37) for _ in range(3)]
+        cf.merge_states_bwd(outs, lses, *cf.merge_states(outs, lses), outs[0], lses[0])
     cupy.cuda.get_current_stream().synchronize()
 
 

@@ -160,7 +160,8 @@ def _rows(table: TileTable, spec: Spec) -> list[Any]:
 def _fitting(kind: type[Any], table: TileTable, spec: Spec, device: Device, **more: Any) -> Iterator[Plan[Any]]:
     """Plans of the table's rows that the device can hold, in order."""
     shared = _score_constants(spec)
-    is_plain = not any(shared[name] for name in ("has_softcap", "has_alibi", "has_bias", "has_dropout"))
+    changes = ("has_softcap", "has_alibi", "has_bias", "has_dropout", "is_scale_negative")
+    is_plain = not any(shared[name] for name in changes)
     for rank, tile in enumerate(_rows(table, spec)):
         sizes = tile._asdict()
         if sizes.pop("is_tight", False) and not is_plain:
