@@ -349,7 +349,9 @@ class _Torch:
         return place
 
     def glance(self, raw: Any) -> tuple[Any, ...] | None:
-        if not raw.is_cuda or raw.requires_grad or raw.is_neg() or raw.is_conj() or raw.layout is not self.strided:
+        if not raw.is_cuda or raw.is_neg() or raw.is_conj() or raw.layout is not self.strided:
+            return None
+        if raw.requires_grad and self.torch.is_grad_enabled():
             return None
         try:
             return raw.data_ptr(), raw.shape, raw.stride(), raw.dtype, raw.device

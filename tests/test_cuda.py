@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,45 @@ def test_float32_is_rounded_to_tf32_only_where_allowed(gpu: CupyBackend, dim: in
         for name, ours in (saved._asdict() | grads._asdict()).items():
             error = np.abs(gpu.get(ours) - exact[name]).max()
             assert least <= error <= most, f"{name}: {error} with allow_tf32={allow}"
+
+
+def test_a_form_that_was_taken_serves_tensors_with_grad_under_no_grad_alone(rng: Random) -> None:
+    """As inside an autograd.Function; and the third and later calls say what the first said."""
+    torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+    q, k, v, dout = (torch.from_numpy(_draw(rng, 1, 70, 2, 64, dtype=np.float32)).cuda() for _ in range(4))
+    wanted = cf.attn_fwd(q, k, v, causal=True)
+    q.requires_grad_()
+    for _ in range(3):
+        with torch.no_grad():
+            out, lse = cf.attn_fwd(q, k, v, causal=True)
+            grads = cf.attn_bwd(q, k, v, out, lse, dout, causal=True)
+        assert not any(tensor.requires_grad for tensor in (out, lse, *grads))
+        assert torch.equal(out, wanted.out)
+        with pytest.raises(TypeError, match="`q` requires grad"):
+            cf.attn_fwd(q, k, v, causal=True)
+        with pytest.raises(TypeError, match="`k` is on the CPU|one library and on one device"):
+            cf.attn_fwd(q.detach(), k.cpu(), v, causal=True)
+    negated = torch._neg_view(k)
+    assert torch.allclose(cf.attn_fwd(q.detach(), negated, v).out, cf.attn_fwd(q.detach(), -k, v).out)
+
+
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_a_fresh_thread_runs_forms_that_were_taken(gpu: CupyBackend, library: str, rng: Random) -> None:
+    """One that has not touched CUDA yet, with outputs made here and with outputs given."""
+    if library == "torch":
+        torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+    arrays = [gpu.put(_draw(rng, 1, 70, 2, 64, dtype=np.float16)) for _ in range(3)]
+    if library == "torch":
+        arrays = [torch.from_dlpack(array) for array in arrays]
+    wanted = cf.attn_fwd(*arrays)
+    cf.attn_fwd(*arrays)
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(cf.attn_fwd, *arrays).result()
+    with ThreadPoolExecutor(1) as pool:
+        given = pool.submit(cf.attn_fwd, *arrays, out=arrays[0] * 0, lse=wanted.lse * 0).result()
+    gpu.xp.cuda.runtime.deviceSynchronize()
+    for got in (made, given):
+        assert all(bool((ours == theirs).all()) for ours, theirs in zip(got, wanted, strict=True))
 
 
 @pytest.mark.parametrize(("name", "dims"), [("q", (257, 64)), ("v", (64, 300))])
