@@ -190,7 +190,7 @@ def test_a_form_that_was_taken_serves_tensors_with_grad_under_no_grad_alone(rng:
         assert torch.equal(out, wanted.out)
         with pytest.raises(TypeError, match="`q` requires grad"):
             cf.attn_fwd(q, k, v, causal=True)
-        with pytest.raises(TypeError, match="`k` is on the CPU|one library and on one device"):
+        with pytest.raises(TypeError, match="`k` is a torch array on cpu"):
             cf.attn_fwd(q.detach(), k.cpu(), v, causal=True)
     negated = torch._neg_view(k)
     assert torch.allclose(cf.attn_fwd(q.detach(), negated, v).out, cf.attn_fwd(q.detach(), -k, v).out)
@@ -199,11 +199,8 @@ def test_a_form_that_was_taken_serves_tensors_with_grad_under_no_grad_alone(rng:
 @pytest.mark.parametrize("library", ["cupy", "torch"])
 def test_a_fresh_thread_runs_forms_that_were_taken(gpu: CupyBackend, library: str, rng: Random) -> None:
     """One that has not touched CUDA yet, with outputs made here and with outputs given."""
-    if library == "torch":
-        torch: Any = pytest.importorskip("torch", reason="torch is not installed")
-    arrays = [gpu.put(_draw(rng, 1, 70, 2, 64, dtype=np.float16)) for _ in range(3)]
-    if library == "torch":
-        arrays = [torch.from_dlpack(array) for array in arrays]
+    module: Any = pytest.importorskip(library, reason=f"{library} is not installed")
+    arrays = [module.from_dlpack(gpu.put(_draw(rng, 1, 70, 2, 64, dtype=np.float16))) for _ in range(3)]
     wanted = cf.attn_fwd(*arrays)
     cf.attn_fwd(*arrays)
     with ThreadPoolExecutor(1) as pool:
