@@ -19,7 +19,7 @@ from cupy.cuda import nvrtc
 from cupyflash._cuda import compile, constants, source
 
 assert source.root().is_relative_to(sys.argv[1]), source.root()
-text = source.compose(constants.MergeStates("float32"))
+text = source.compose(constants.MergeStates("float32", "bfloat16", "float32", columns=8, is_uniform=True))
 program = nvrtc.createProgram(text, "merge_states.cu", (), ())
 try:
     nvrtc.compileProgram(program, (*compile.OPTIONS, "-arch=sm_80", "-I" + find_nvidia_header_directory("cudart")))

@@ -118,14 +118,15 @@ def merge(call: MergeCall) -> None:
     """Write out and lse of any number of states: MERGE_STATES a launch, the running result among the next."""
     out, lse = _given(call.out), _given(call.lse)
     states = list(zip(call.outs, call.lses, strict=True))
-    constants = MergeStates(_widest([*call.outs, *call.lses, out, lse]))
+    accum = _widest([*call.outs, *call.lses, out, lse])
     while states:
         now, states = states[:MERGE_STATES], states[MERGE_STATES:]
         merged = out, lse
         if states:  # a partial result
             assert call.empty is not None
-            merged = call.empty(out.shape, constants.accum_element), call.empty(lse.shape, constants.accum_element)
+            merged = call.empty(out.shape, accum), call.empty(lse.shape, accum)
             states.insert(0, merged)
+        constants = MergeStates(accum, *_merged_columns([view for view, _ in now], [merged[0]]))
         _run_merge(constants, call, out.shape, (*_states(now), *_state(*merged)), len(now))
 
 
@@ -133,7 +134,8 @@ def merge_bwd(call: MergeCall) -> None:
     """Write douts and dlses, MERGE_STATES a launch."""
     out, lse, dout = _given(call.out), _given(call.lse), _given(call.dout)
     merged = (*_state(out, lse), *_state(dout, call.dlse))
-    constants = MergeStatesBwd(_widest([*call.outs, *call.lses, out, lse]))
+    accum = _widest([*call.outs, *call.lses, out, lse])
+    constants = MergeStatesBwd(accum, *_merged_columns([*call.outs, *call.douts], [out, dout]))
     for begin in range(0, len(call.outs), MERGE_STATES):
         now = slice(begin, begin + MERGE_STATES)
         states = list(zip(call.outs[now], call.lses[now], strict=True))
@@ -143,6 +145,20 @@ def merge_bwd(call: MergeCall) -> None:
 
 def _widest(views: list[View]) -> str:
     return "float64" if any(view.dtype == "float64" for view in views) else "float32"
+
+
+def _merged_columns(states: list[View], results: list[View]) -> tuple[str, str, int, bool]:
+    """The dtypes of states and results, the columns that a lane takes of them, and whether the dtypes are uniform."""
+    state, result = states[0].dtype, results[0].dtype
+    if any(view.dtype != state for view in states) or any(view.dtype != result for view in results):
+        return state, result, 1, False
+    columns = 16 // ITEM_BYTES[state]
+    for view in (*states, *results):
+        item = ITEM_BYTES[view.dtype]
+        together = min(16, columns * item)  # bytes that are read at once
+        if any(number % together for number in (view.ptr, *(stride * item for stride in view.strides[:3]))):
+            return state, result, 1, True
+    return state, result, 1 if states[0].shape[-1] % columns else columns, True
 
 
 def _state(out: View, lse: View | None) -> tuple[int, ...]:
@@ -164,7 +180,7 @@ def _run_merge(
     plan = Plan(constants, _device.of(call.device).arch, "the only kernel that does this")
     values = (*states, num, batch, length, heads, dim, 0)
     schedule = Schedule(call.device)
-    schedule.launch(plan, -(-batch * length * heads // constants.warps), values)
+    schedule.launch(plan, -(-batch * length * heads // constants.rows(dim)), values)
     schedule({}, call.stream)
 
 

@@ -142,27 +142,36 @@ class BwdFinish:
 
 
 @dataclass(frozen=True, slots=True)
-class MergeStates:
-    """`merge_states.cu`."""
+class _Merges:
+    """What both merging kernels are specialised on."""
 
     accum_element: str
+    state_element: str  # of the states and their gradients, if they are uniform
+    result_element: str  # of the merged result and its gradient, likewise
+    columns: int  # that a lane reads at once
+    is_uniform: bool  # else types are looked up element by element
     warps: int = 8
 
     @property
     def smem_bytes(self) -> int:
         return 0
+
+    def rows(self, head_dim: int) -> int:
+        """(row, head) pairs of a block: row_of_thread of attn/state.cuh."""
+        group = 8
+        while group < 32 and group * self.columns < head_dim:
+            group *= 2
+        return 32 * self.warps // group
 
 
 @dataclass(frozen=True, slots=True)
-class MergeStatesBwd:
+class MergeStates(_Merges):
+    """`merge_states.cu`."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergeStatesBwd(_Merges):
     """`merge_states_bwd.cu`."""
-
-    accum_element: str
-    warps: int = 8
-
-    @property
-    def smem_bytes(self) -> int:
-        return 0
 
 
 KERNELS: dict[type, str] = {

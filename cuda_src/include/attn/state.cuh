@@ -1,18 +1,35 @@
-// One row of a partial result (out, lse), its types known at run time.
+// One row of a partial result (out, lse), by a group of lanes of one warp, kColumns neighbouring columns a lane.
 #pragma once
 #include "params.cuh"
+#include "ptx/math.cuh"
 
 namespace cf::attn {
+
+constexpr int kLeastGroup = 8;  // lanes of a row
+static_assert(kMergeStates % kLeastGroup == 0, "a lane keeps the lse of every kLeastGroup-th state at most");
 
 struct Row {
   int batch;
   int row;
   int head;
+  int lane;  // of the row's group
+  int size;  // lanes of the group, a power of two
 };
 
-// One warp per (row, head) of [B, N, H]; `batch` reaches the problem's own past the end.
-__device__ __forceinline__ Row row_of_warp(int64 item, int len, int heads) {
-  return {static_cast<int>(item / heads / len), static_cast<int>(item / heads % len), static_cast<int>(item % heads)};
+// The row of this thread of [B, N, H]; `batch` reaches the problem's own past the end.
+template <int kThreads, int kColumns>
+__device__ __forceinline__ Row row_of_thread(int len, int heads, int head_dim) {
+  Row r;
+  r.size = kLeastGroup;
+  while (r.size < kWarpSize && r.size * kColumns < head_dim) r.size *= 2;
+  r.lane = threadIdx.x % r.size;
+  const int64 item = (static_cast<int64>(blockIdx.x) * kThreads + threadIdx.x) / r.size;
+  const int64 position = item >> 32 ? item / heads : static_cast<uint32>(item) / static_cast<uint32>(heads);  // 64 bits are slow
+  r.head = static_cast<int>(item - position * heads);
+  const int64 batch = position >> 32 ? position / len : static_cast<uint32>(position) / static_cast<uint32>(len);
+  r.batch = static_cast<int>(batch);
+  r.row = static_cast<int>(position - batch * len);
+  return r;
 }
 
 __device__ __forceinline__ int64 out_at(const State& s, const Row& r) {
@@ -22,6 +39,7 @@ __device__ __forceinline__ int64 lse_at(const State& s, const Row& r) {
   return r.batch * s.lse_stride_b + r.head * s.lse_stride_h + r.row * s.lse_stride_n;
 }
 
+// An element of a type that is known at run time.
 template <class A>
 __device__ __forceinline__ A read(const void* data, int type, int64 i) {
   if (type == 0) return convert<A>(static_cast<const fp16*>(data)[i]);
@@ -40,5 +58,48 @@ __device__ __forceinline__ void write(void* data, int type, int64 i, A x) {
 
 template <class A>
 __device__ __forceinline__ A read_lse(const State& s, const Row& r) { return read<A>(s.lse, s.lse_type, lse_at(s, r)); }
+
+// A lane's columns from `col` on. With kIsUniform the elements are known to be T, and lie at multiples of their own size up to 16 bytes;
+// else there is one, of the state's type.
+template <class T, int kColumns>
+struct alignas(min_of<int>(16, kColumns * sizeof(T))) Columns { T x[kColumns]; };
+
+template <bool kIsUniform, class T, int kColumns, class A>
+__device__ __forceinline__ void read_columns(A (&x)[kColumns], const State& s, const Row& r, int col) {
+  const int64 at = out_at(s, r) + col;
+  if constexpr (kIsUniform) {
+    const auto columns = *reinterpret_cast<const Columns<T, kColumns>*>(static_cast<const T*>(s.out) + at);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) x[i] = convert<A>(columns.x[i]);
+  } else {
+    static_assert(kColumns == 1);
+    x[0] = read<A>(s.out, s.out_type, at);
+  }
+}
+
+template <bool kIsUniform, class T, int kColumns, class A>
+__device__ __forceinline__ void write_columns(const State& s, const Row& r, int col, const A (&x)[kColumns]) {
+  const int64 at = out_at(s, r) + col;
+  if constexpr (kIsUniform) {
+    Columns<T, kColumns> columns;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) columns.x[i] = convert<T>(x[i]);
+    *reinterpret_cast<Columns<T, kColumns>*>(static_cast<T*>(s.out) + at) = columns;
+  } else {
+    write(s.out, s.out_type, at, x[0]);
+  }
+}
+
+// Over the lanes of a row's group.
+template <class T>
+__device__ __forceinline__ T group_max(T x, int size) {
+  for (int d = size / 2; d > 0; d /= 2) x = ptx::max(x, __shfl_xor_sync(kFullWarp, x, d));
+  return x;
+}
+template <class T>
+__device__ __forceinline__ T group_sum(T x, int size) {
+  for (int d = size / 2; d > 0; d /= 2) x += __shfl_xor_sync(kFullWarp, x, d);
+  return x;
+}
 
 }  // namespace cf::attn
