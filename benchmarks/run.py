@@ -252,8 +252,11 @@ def ceilings(device: Any) -> dict[str, float]:
 
 
 def call_ms(call: Callable[[], Any], reps: int = 20) -> float:
-    """The median time of a call on the GPU in milliseconds."""
+    """The median time of a call on the GPU in milliseconds, the queue filled before the GPU reaches the first one."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(WARM_UP + reps + 1)]
+    call()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(HEAD_START_CYCLES)
     for event in events:
         event.record()
         call()
