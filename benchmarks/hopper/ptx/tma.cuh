@@ -1,0 +1,29 @@
+// Bulk tensor copies between global and shared memory by the copy engine (sm_90): boxes of a 4-D tensor (column, row, head, batch),
+// whose rows arrive swizzled as the map says. What lies outside the tensor arrives as zeros, and is not written.
+#pragma once
+#include "ptx/mbarrier.cuh"
+
+namespace cf::ptx {
+
+struct alignas(64) TensorMap { uint64 words[16]; };  // made by cuTensorMapEncodeTiled
+
+__device__ __forceinline__ void tma_prefetch(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+// The box's bytes are counted on the barrier, those outside the tensor too.
+__device__ __forceinline__ void tma_load(void* dst, const TensorMap& map, Barrier& barrier, int col, int row, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(
+          shared_address(dst)), "l"(&map), "r"(col), "r"(row), "r"(head), "r"(batch), "r"(shared_address(&barrier)) : "memory");
+}
+__device__ __forceinline__ void tma_store(const TensorMap& map, const void* src, int col, int row, int head, int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map), "r"(col), "r"(row),
+               "r"(head), "r"(batch), "r"(shared_address(src)) : "memory");
+}
+__device__ __forceinline__ void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until this thread's stores have read their source.
+__device__ __forceinline__ void tma_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// What was written by ordinary stores becomes visible to bulk copies and wgmma.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+}  // namespace cf::ptx

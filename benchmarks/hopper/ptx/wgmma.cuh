@@ -1,0 +1,74 @@
+// d += a b for one warpgroup on the tensor cores (sm_90a): d is 64 x N floats, a 64 x 16 and b 16 x N elements of 16 bits.
+//
+// Warp w of the group holds rows 16 w to 16 w + 15 of d, in the layout of warp::Fragment<1, N / 8>. Operands in shared memory are named
+// by descriptors; a may lie in registers, four pairs of the same layout. All four warps issue together, converged. From its issue to its
+// wait a product owns its registers, and wgmma_fence comes before the first product after others touched them.
+#pragma once
+#include "ptx/cp_async.cuh"
+
+namespace cf::ptx {
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until at most kPending of the youngest groups still run.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"); }
+
+// Keeps the compiler from moving copies of an accumulator into the time in which a product owns it.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// An operand in panels of 64 columns, whose rows of 128 bytes are swizzled over 1024. `panel_bytes`: from panel to panel, where the
+// operand's own axis runs along the rows; else it is not looked at.
+__device__ __forceinline__ uint64 descriptor(uint32 address, int panel_bytes) {
+  constexpr uint64 kSwizzle128 = uint64{1} << 62, kEightRows = uint64{1024 / 16} << 32;
+  return kSwizzle128 | kEightRows | static_cast<uint64>(panel_bytes / 16) << 16 | (address & 0x3FFFF) / 16;
+}
+// The operand `bytes` further on: addresses stay below 2^18, so nothing is carried out of their field.
+__device__ __forceinline__ uint64 advance(uint64 descriptor, int bytes) { return descriptor + bytes / 16; }
+
+#define CF_8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define CF_32(d, i) CF_8(d, i), CF_8(d, i + 8), CF_8(d, i + 16), CF_8(d, i + 24)
+#define CF_LIST_64 \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define CF_LIST_128 \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
+  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define CF_REGISTERS_64(d) CF_32(d, 0)
+#define CF_REGISTERS_128(d) CF_32(d, 0), CF_32(d, 32)
+
+template <class T, int N>
+struct Wgmma;
+
+// n0 and on: the numbers of the operands behind d's registers. kIsMajorN: b's own axis runs along its rows. Without `adds`, d is written.
+#define CF_WGMMA(N, T, type, n0, n1, n2, n3, n4, n5, n6)                                                                           \
+  template <>                                                                                                                      \
+  struct Wgmma<T, N> {                                                                                                             \
+    template <bool kIsMajorN>                                                                                                      \
+    __device__ __forceinline__ static void shared(float (&d)[N / 2], uint64 a, uint64 b, bool adds) {                              \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %" #n2 ", 0;\n"                                                               \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" CF_LIST_##N "}, %" #n0 ", %" #n1           \
+                   ", p, 1, 1, 0, %" #n3 ";\n}"                                                                                    \
+                   : CF_REGISTERS_##N(d) : "l"(a), "l"(b), "r"(static_cast<int>(adds)), "n"(static_cast<int>(kIsMajorN)));         \
+    }                                                                                                                              \
+    template <bool kIsMajorN>                                                                                                      \
+    __device__ __forceinline__ static void registers(float (&d)[N / 2], const uint32 (&a)[4], uint64 b, bool adds) {               \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %" #n5 ", 0;\n"                                                               \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" CF_LIST_##N "}, {%" #n0 ",%" #n1 ",%" #n2  \
+                   ",%" #n3 "}, %" #n4 ", p, 1, 1, %" #n6 ";\n}"                                                                   \
+                   : CF_REGISTERS_##N(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(adds)),        \
+                     "n"(static_cast<int>(kIsMajorN)));                                                                            \
+    }                                                                                                                              \
+  }
+CF_WGMMA(64, bf16, "bf16", 32, 33, 34, 35, 36, 37, 38);
+CF_WGMMA(64, fp16, "f16", 32, 33, 34, 35, 36, 37, 38);
+CF_WGMMA(128, bf16, "bf16", 64, 65, 66, 67, 68, 69, 70);
+CF_WGMMA(128, fp16, "f16", 64, 65, 66, 67, 68, 69, 70);
+
+}  // namespace cf::ptx
