@@ -421,6 +421,8 @@ def _judge(
 ) -> Judged:
     """Everything that the form of a call decides; its arguments are the form, nothing less."""
     arrays = Arrays(function, attention.layout, tuple(Given(*fields) for fields in given))
+    if place[0] == "cuda":
+        check_elements(function, arrays.by_name.values())
     _check_company(arrays)
     _check_shapes(arrays)
     dtypes = _check_dtypes(arrays, attention, backward, accumulate)
@@ -653,7 +655,7 @@ def _describe(
         accumulate=accumulate,
         deterministic=backward and attention.deterministic,
         split=not backward and (attention.num_splits > 1 or attention.split_len is not None),
-        allow_tf32=attention.allow_tf32,
+        allow_tf32=False,  # may, not must: with one product a kernel loses NaNs of the bits that GPUs give them
         align=_alignment(arrays, outputs),
         size_class="short" if typical_k <= 128 else "decode" if typical_q <= 16 else "normal",
     )
@@ -666,8 +668,12 @@ def _dbias_dtype(arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]
 
 
 def _alignment(arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) -> int:
-    """The largest power of two, at most 16, that divides every address and outer stride in bytes, results included."""
+    """The largest power of two, at most 16, that divides every address and outer stride in bytes, results included.
+
+    The stride along an axis of one counts where the axis is that of rows: kernels step over rows that are not there.
+    """
     bits = 16
+    rows = {"bshd": 1, "bhsd": 2, "thd": 0}[arrays.layout]
     for name in _ALIGNED:
         if name in arrays:
             shape, strides, dtype = arrays[name].shape, arrays[name].strides, arrays[name].dtype
@@ -681,13 +687,23 @@ def _alignment(arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) 
         else:
             continue
         itemsize = _interop.NUMPY_DTYPES[dtype].itemsize
-        for extent, stride in zip(shape[:-1], strides[:-1], strict=True):
-            if extent > 1:
+        for axis, (extent, stride) in enumerate(zip(shape[:-1], strides[:-1], strict=True)):
+            if extent > 1 or axis == rows:
                 bits |= stride * itemsize
     return bits & -bits
 
 
 # Memory.
+
+
+def check_elements(function: str, arrays: Iterable[Given]) -> None:
+    """A GPU faults where an element does not lie at a multiple of its size."""
+    for array in arrays:
+        dtype = _interop.NUMPY_DTYPES.get(array.dtype)
+        if dtype is not None and array.misalignment % dtype.itemsize:
+            given = f"starts {array.misalignment % dtype.itemsize} bytes past a multiple of its element size"
+            accepted = "arrays of aligned elements are accepted in GPU memory"
+            raise ValueError(refusal(function, array.name, given, accepted))
 
 
 def check_writing(adopted: Adopted, outputs: Iterable[str]) -> None:
@@ -784,7 +800,10 @@ def checked_preprocess(
             raise TypeError(refusal(function, name, "is None", _interop.ACCEPTED_ARRAYS))
     adopted = _interop.adopt(function, arguments)
     views = adopted.views
-    arrays = Arrays(function, layout, tuple(Given(name, v.shape, v.strides, v.dtype, 0) for name, v in views.items()))
+    given = tuple(Given(name, v.shape, v.strides, v.dtype, v.ptr & 15) for name, v in views.items())
+    if adopted.backend == "cuda":
+        check_elements(function, given)
+    arrays = Arrays(function, layout, given)
     query, _, row = AXES[layout]
     for name, axes in (("out", query.format("Dv")), ("dout", query.format("Dv")), ("dlse", row)):
         arrays.match(name, axes)

@@ -10,11 +10,12 @@ import numpy as np
 
 from cupyflash import _check, _interop
 from cupyflash._attention import AttnOutput
-from cupyflash._errors import refusal
+from cupyflash._errors import UnsupportedError, refusal
 from cupyflash._interop import Adopted
 from cupyflash._spec import View
 
 _LSE_DTYPES = ("float32", "float64")
+_LONGEST = 2**31 - 1  # the kernels count in 32 bits
 
 
 @dataclass(slots=True)
@@ -205,7 +206,10 @@ class _States:
         )
         is_packed = len(self.outs.arrays[0].shape) == (4 if self.outs.sequence is None else 3)
         self.layout = "thd" if is_packed else layout
-        given = tuple(_check.Given(name, v.shape, v.strides, v.dtype, 0) for name, v in self.adopted.views.items())
+        views = self.adopted.views
+        given = tuple(_check.Given(name, v.shape, v.strides, v.dtype, v.ptr & 15) for name, v in views.items())
+        if self.adopted.backend == "cuda":
+            _check.check_elements(function, given)
         self.arrays = _check.Arrays(function, self.layout, given)
         for family, dtypes in ((self.outs, _check.FLOATS), (self.lses, _LSE_DTYPES)):
             for name in family.names:
@@ -218,6 +222,10 @@ class _States:
             raise ValueError(refusal(function, "lses", given, "as many as in `outs`, and at least one, are accepted"))
         for size in ("Hq", "Dv"):
             self.arrays.require(self.outs.names[0], size, "at least 1 is accepted there")
+        if self.adopted.backend == "cuda" and max(self.arrays.sizes.values()) > _LONGEST:
+            given = f"has shape {list(self.outs.arrays[0].shape)}"
+            accepted = f"axes of at most {_LONGEST} are accepted on CUDA"
+            raise UnsupportedError(refusal(function, self.outs.names[0], given, accepted))
 
     def axes(self, name: str) -> str:
         """Of one state, or of an array like it, as the contract's table names them."""

@@ -162,18 +162,33 @@ def test_deterministic_gradients_repeat_beside_a_busy_stream(gpu: CupyBackend, d
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_float32_is_rounded_to_tf32_only_where_allowed(gpu: CupyBackend, dim: int, rng: Random) -> None:
-    """Standard normal inputs, 600 keys: 10-bit products show in the fourth digit, float32's in the seventh."""
+def test_float32_is_not_rounded_to_tf32(gpu: CupyBackend, dim: int, rng: Random) -> None:
+    """Standard normal inputs, 600 keys: 10-bit products would show in the fourth digit, not in the seventh."""
     host = [_draw(rng, 1, 600, 2, dim, dtype=np.float32) for _ in range(4)]
     q, k, v, dout = (gpu.put(array) for array in host)
     exact = dict(zip(("out", "lse"), testing.reference(*host[:3]), strict=True)) | testing.reference_bwd(*host)
-    for allow, least, most in ((False, 0.0, 2e-5), (True, 1e-5, 2e-2)):
-        attention = cf.Attention(allow_tf32=allow)
-        saved = attention.fwd(q, k, v)
-        grads = attention.bwd(q, k, v, *saved, dout)
-        for name, ours in (saved._asdict() | grads._asdict()).items():
-            error = np.abs(gpu.get(ours) - exact[name]).max()
-            assert least <= error <= most, f"{name}: {error} with allow_tf32={allow}"
+    saved = cf.attn_fwd(q, k, v)
+    grads = cf.attn_bwd(q, k, v, *saved, dout)
+    for name, ours in (saved._asdict() | grads._asdict()).items():
+        assert np.abs(gpu.get(ours) - exact[name]).max() <= 2e-5, name
+
+
+@pytest.mark.parametrize("allow_tf32", [False, True])
+@pytest.mark.parametrize("where", ["q", "k", "v", "dout"])
+def test_a_nan_of_the_bits_that_a_gpu_gives_it_is_kept(
+    gpu: CupyBackend, where: str, allow_tf32: bool, rng: Random
+) -> None:
+    """0x7fffffff, not NumPy's 0x7fc00000: rounding its bits up would make it -0."""
+    host = {name: _draw(rng, 1, 70, 2, 64, dtype=np.float32) for name in ("q", "k", "v", "dout")}
+    host[where].view(np.uint32)[0, 69, 1, 5] = 0x7FFFFFFF
+    arrays = {name: gpu.put(array) for name, array in host.items()}
+    q, k, v = (arrays[name] for name in "qkv")
+    attention = cf.Attention(allow_tf32=allow_tf32)
+    saved = attention.fwd(q, k, v)
+    assert where == "dout" or np.isnan(gpu.get(saved.out)).any()
+    grads = attention.bwd(q, k, v, *saved, arrays["dout"])
+    assert any(np.isnan(gpu.get(grad)).any() for grad in grads)
+    assert where != "dout" or all(np.isnan(gpu.get(grad)).any() for grad in grads)
 
 
 def test_a_form_that_was_taken_serves_tensors_with_grad_under_no_grad_alone(rng: Random) -> None:

@@ -338,6 +338,50 @@ def test_a_workspace_that_is_too_small_is_refused_each_time(fake_cuda: Any) -> N
         cf.attn_bwd(*arrays, workspace=array(fake_cuda, size, dtype=U8))
 
 
+@pytest.mark.parametrize("name", ["q", "v", "lse", "bias", "dout"])
+def test_a_gpu_array_of_elements_out_of_place_is_refused_by_name(fake_cuda: Any, name: str) -> None:
+    problem = base(fake_cuda)
+    arrays = problem | {
+        "out": array(fake_cuda, 2, 70, HEADS, 64),
+        "lse": array(fake_cuda, *ROWS, dtype=np.float32),
+        "bias": array(fake_cuda, 70, 90, dtype=np.float32),
+    }
+    arrays[name] = array(fake_cuda, *arrays[name].shape, dtype=arrays[name].dtype, shift=1)
+    with pytest.raises(ValueError, match=f"attn_bwd: `{name}` starts 1 bytes past a multiple of its element size"):
+        cf.attn_bwd(**arrays)
+    assert not fake_cuda.launches
+
+
+def test_a_state_of_elements_out_of_place_is_refused_by_name(fake_cuda: Any) -> None:
+    outs, lses = (
+        [array(fake_cuda, *shape, dtype=np.float32) for _ in range(2)] for shape in ((2, 70, 4, 8), (2, 4, 70))
+    )
+    outs[1] = array(fake_cuda, 2, 70, 4, 8, dtype=np.float32, shift=2)
+    with pytest.raises(ValueError, match=r"merge_states: `outs\[1\]` starts 2 bytes past"):
+        cf.merge_states(outs, lses)
+    with pytest.raises(ValueError, match="attn_bwd_preprocess: `dout` starts 2 bytes past"):
+        cf.attn_bwd_preprocess(outs[0], outs[1])
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "thd"])
+def test_the_stride_of_an_only_row_counts(fake_cuda: Any, layout: str) -> None:
+    """Kernels step over rows that are not there, so their addresses are aligned too."""
+    shape = {"bshd": (1, 1, 4, 64), "bhsd": (1, 4, 1, 64), "thd": (1, 4, 64)}[layout]
+    host = np.zeros((*shape[:-1], 65), np.float16)[..., :64]
+    odd, even = (fake_cuda.ndarray(rows, 0) for rows in (host, np.zeros(shape, np.float16)))
+    only_row = shape.index(1, 1) if layout == "bshd" else {"bhsd": 2, "thd": 0}[layout]
+    assert odd.shape[only_row] == 1
+    options: dict[str, Any] = {"layout": layout}
+    if layout == "thd":
+        offsets = fake_cuda.ndarray(np.array([0, 1], np.int32), 0)
+        options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    for arrays, copies in ((odd, 2), (even, 16)):
+        plan = cf.Attention(layout=layout).plan(
+            arrays, arrays, arrays, **{name: value for name, value in options.items() if name != "layout"}
+        )
+        assert plan.constants.copy_bytes == copies
+
+
 def test_libraries_take_turns(rng: np.random.Generator) -> None:
     """One form in two libraries, results in the kind of each; the copies that bfloat16 needs are each call's own."""
     torch: Any = pytest.importorskip("torch", reason="torch is not installed")
