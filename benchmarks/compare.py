@@ -173,7 +173,8 @@ def markdown(records: Sequence[Row]) -> str:
     alone = [row for row in rows if not row["series"]]
     parts = [on_what(records)]
     if any("standard" in row["times_ms"] for row in series):
-        parts += [_standard_table([row for row in series if row["pass"] == "forward"], "Forward")]
+        for one_pass in PASSES:
+            parts += [_standard_table([row for row in series if row["pass"] == one_pass], one_pass.capitalize())]
         parts += [_standard_table(together(series), "Forward and backward")]
     else:
         parts += [_rates_table([row for row in series if row["pass"] == one_pass], one_pass) for one_pass in PASSES]

@@ -271,7 +271,7 @@ def machine(commit: str | None) -> dict[str, str]:
         "torch": torch.__version__,
         "cuDNN": str(torch.backends.cudnn.version()),
         "commit": commit or _commit(),
-        "inputs": "standard normal; L2 not flushed; float32 without TF32",
+        "inputs": "standard normal; L2 not flushed; allow_tf32 off",
         "date": datetime.date.today().isoformat(),
     }
 

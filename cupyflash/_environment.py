@@ -56,7 +56,7 @@ def cupy_wheel() -> Fact:
             wheels[name] = distribution.version
     text = ", ".join(f"{name} {version}" for name, version in sorted(wheels.items()))
     if not wheels:
-        advice = "pip install 'cupyflash[cuda12]' or 'cupyflash[cuda13]', whichever major nvidia-smi names"
+        advice = "in a clone, pip install -e '.[cuda12]' or '.[cuda13]', whichever major nvidia-smi names"
         return Fact("CuPy", "not installed", f"no CuPy; {advice}")
     if len(wheels) > 1:
         names = " ".join(sorted(wheels))

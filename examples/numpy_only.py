@@ -54,6 +54,24 @@ def main() -> int:
     errors["dk of two sets of keys"] = abs(np.concatenate([grad.dk for grad in grads], axis=1) - dk).max()
     errors["dv of two sets of keys"] = abs(np.concatenate([grad.dv for grad in grads], axis=1) - dv).max()
 
+    # Where only the merged result has a gradient, the merge's own backward gives each state's, and dlse carries it on.
+    douts, dlses = cupyflash.merge_states_bwd(
+        [shard.out for shard in shards], [shard.lse for shard in shards], merged.out, merged.lse, dout
+    )
+    dq_of_states = sum(
+        cupyflash.attn_bwd(
+            q, k[:, p], v[:, p], *shard, dout_s, dlse=dlse_s, causal=True, q_start=0, k_start=p.start
+        ).dq
+        for p, shard, dout_s, dlse_s in zip(parts, shards, douts, dlses, strict=True)
+    )  # fmt: skip
+    errors["dq through the merge's own backward"] = abs(dq_of_states - dq).max()
+
+    # Sequences of different lengths, end to end in one array of rows.
+    offsets = np.array([0, 100, 100, length], np.int32)
+    packed = cupyflash.attn_fwd(q[0], k[0], v[0], layout="thd", causal=True, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    last = cupyflash.attn_fwd(q[:1, 100:], k[:1, 100:], v[:1, 100:], causal=True)
+    errors["the last of three packed sequences"] = abs(packed.out[100:] - last.out[0]).max()
+
     # The slope of sum(out * dout) along a random direction, from the gradients and from two more forwards.
     tq, tk, tv = rng.standard_normal(q.shape), rng.standard_normal(k.shape), rng.standard_normal(v.shape)
     ahead, behind = (cupyflash.attn_fwd(q + h * tq, k + h * tk, v + h * tv, causal=True).out for h in (STEP, -STEP))

@@ -315,7 +315,7 @@ def test_nothing_is_copied_on_the_gpu_before_a_refusal(fake_cupy: Any) -> None:
 
 @pytest.mark.parametrize(
     ("look", "obstacle"),
-    [("cupy_wheel", "no CuPy; pip install 'cupyflash[cuda12]'"), ("cache_folder", "set CUPY_CACHE_DIR")],
+    [("cupy_wheel", "no CuPy; in a clone, pip install -e '.[cuda12]'"), ("cache_folder", "set CUPY_CACHE_DIR")],
 )
 def test_a_cupy_that_cannot_work_is_said_so(monkeypatch: pytest.MonkeyPatch, look: str, obstacle: str) -> None:
     class OnGpu:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
@@ -136,3 +137,11 @@ def test_plans_print_every_constant() -> None:
     for plan in plans(spec(mask=Mask.BAND), KNOWN[80]):
         for field in fields(plan.constants):
             assert f"{field.name}={getattr(plan.constants, field.name)}" in str(plan)
+
+
+def test_the_documents_show_a_plan_as_it_is() -> None:
+    """The constants of docs/architecture.md, whose lines are broken there, and what it says of shared memory."""
+    text = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text("utf-8")
+    shown = text.split("```text\n")[1].split("```")[0]
+    plan = plan_backward(spec("bfloat16", 128, mask=Mask.BAND), KNOWN[90]).main
+    assert shown.split() == str(plan).split()
