@@ -70,8 +70,13 @@ struct Tile {
     count = end - keys.begin / kKeyTile;
   }
 };
-// The longest rows of a causal problem first.
-__device__ __forceinline__ int number_of(int block, int blocks) { return kIsMasked ? blocks - 1 - block : block; }
+// The longest rows of a masked problem first, all heads in turn: were a head's tiles neighbours, a block of the grid would come upon the
+// same tile of every head wherever their number divides the grid's.
+__device__ __forceinline__ int number_of(const Problem& problem, int block, int blocks) {
+  if (!kIsMasked) return block;
+  const int lines = blocks / problem.tiles_q;  // heads of all batches
+  return block % lines * problem.tiles_q + problem.tiles_q - 1 - block / lines;
+}
 
 template <class T, int kRowsOfBox>
 __device__ __forceinline__ void load(T (&panels)[kPanels][kRowsOfBox][kPanel], const ptx::TensorMap& map, ptx::Barrier& full, int row,
@@ -85,7 +90,7 @@ __device__ __forceinline__ void produce(Smem& smem, const HopperParams& params) 
   const Problem& problem = params.fwd.problem;
   int n = 0, blocks = 0;  // tiles of the ring, and blocks with keys, so far
   for (int block = blockIdx.x; block < params.blocks; block += gridDim.x) {
-    const Tile tile(problem, number_of(block, params.blocks));
+    const Tile tile(problem, number_of(problem, block, params.blocks));
     if (tile.count == 0) continue;
     const int head = tile.work.head, kv_head = head / (problem.heads_q / problem.heads_kv), batch = tile.work.sequence.batch;
     const auto load_k = [&](int i) {
@@ -188,6 +193,14 @@ __device__ __forceinline__ void multiply_rows(OutFragment& out, const float (&fa
     for (int i = 0; i < 4; ++i) out.x[0][n][i] *= factor[i / 2];
 }
 
+// The same, but a factor of 0 makes zeros of NaNs too.
+__device__ __forceinline__ void select_rows(OutFragment& out, const float (&factor)[2]) {
+#pragma unroll
+  for (int n = 0; n < kHeadDim / 8; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out.x[0][n][i] = factor[i / 2] == 0 ? 0.0f : out.x[0][n][i] * factor[i / 2];
+}
+
 // out, through this consumer's own rows of q, of which all its products are done.
 template <int kConsumer>
 __device__ __forceinline__ void store(Smem& smem, const HopperParams& params, const Tile& tile, const OutFragment& out) {
@@ -233,10 +246,10 @@ __device__ __forceinline__ void consume(Smem& smem, const HopperParams& params) 
   const int warp_row = kConsumer * kRows + threadIdx.x % kGroup / kWarpSize * 16;
   const uint64 q = ptx::descriptor(ptx::shared_address(smem.q[0][kConsumer * kRows]), 16);
   const uint64 k = ptx::descriptor(ptx::shared_address(smem.k), 16), v = ptx::descriptor(ptx::shared_address(smem.v), kKeyPanelBytes);
-  const float fold = params.fwd.scores.fold;
+  const float fold = params.fwd.scores.fold, unit = params.fwd.scores.fold * kLn2;
   int n = 0, blocks = 0;  // as the producer counts
   for (int block = blockIdx.x; block < params.blocks; block += gridDim.x) {
-    const Tile tile(problem, number_of(block, params.blocks));
+    const Tile tile(problem, number_of(problem, block, params.blocks));
     const attn::Sequence& seq = tile.work.sequence;
     const int head = tile.work.head, query = tile.query_begin + warp_row;
     const bool has_sink = params.fwd.scores.sink;
@@ -303,7 +316,7 @@ __device__ __forceinline__ void consume(Smem& smem, const HopperParams& params) 
     float factor[2], lse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      lse[half] = softmax.finish(0, half, fold * static_cast<float>(kLn2), has_sink, sink, factor[half]);
+      lse[half] = softmax.finish(0, half, unit, has_sink, sink, factor[half]);
     ptx::wgmma_wait<0>();
     ptx::pin(registers(out));
     if (is_lead) ptx::mbarrier_arrive(smem.v_empty[last % kStages]);
@@ -312,7 +325,7 @@ __device__ __forceinline__ void consume(Smem& smem, const HopperParams& params) 
       const int row = query + warp::fragment_row(2 * half);
       if (row < seq.len_q && warp::lane() % 4 == 0) attn::rows<float>(params.fwd.lse, seq, seq.q_begin, head, row)[0] = lse[half];
     }
-    multiply_rows(out, factor);
+    select_rows(out, factor);
     store<kConsumer>(smem, params, tile, out);
     n += tile.count;
     ++blocks;

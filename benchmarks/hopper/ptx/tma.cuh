@@ -7,9 +7,6 @@ namespace cf::ptx {
 
 struct alignas(64) TensorMap { uint64 words[16]; };  // made by cuTensorMapEncodeTiled
 
-__device__ __forceinline__ void tma_prefetch(const TensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
 // The box's bytes are counted on the barrier, those outside the tensor too.
 __device__ __forceinline__ void tma_load(void* dst, const TensorMap& map, Barrier& barrier, int col, int row, int head, int batch) {
   asm volatile(
