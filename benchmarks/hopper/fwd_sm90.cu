@@ -1,4 +1,4 @@
-// The forward for Hopper, under construction: dense 16-bit problems of head dim 64 or 128, every score change of attn/scores.cuh.
+// The forward for Hopper, under construction: dense 16-bit problems of head dim 64, 128, 192 or 256, every score change of attn/scores.cuh.
 //
 //   producer, one warp:     q, then k(j + 1), v(j) tile by tile through a ring of kStages, by the copy engine
 //   consumers, 64 rows each, for each key tile from the last to the first:

@@ -78,8 +78,9 @@ class Constants:
         return head + _flatten(Path(__file__).with_name("fwd_sm90.cu"), set())
 
 
-TILES = {64: (192, 128, 2), 128: (128, 128, 2)}  # head dim: query tile, key tile, stages
-CHANGED_TILE = (128, 128, 2)  # where scores are changed: three consumers have no registers for that
+# Head dim: query tile, key tile, stages.
+TILES = {64: (192, 128, 2), 128: (128, 128, 2), 192: (128, 112, 2), 256: (128, 80, 2)}
+CHANGED_TILES = TILES | {64: (128, 128, 2)}  # where scores are changed: three consumers have no registers for that
 MULTIPROCESSORS = 132
 
 
@@ -113,7 +114,7 @@ def compile_all() -> int:
     )
     failures = 0
     for element, dim, masked, given in itertools.product(MAP_DTYPES, TILES, (False, True), switches):
-        tile = CHANGED_TILE if given else TILES[dim]
+        tile = (CHANGED_TILES if given else TILES)[dim]
         constants = Constants(element, dim, *tile, is_masked=masked, **given)
         program = nvrtc.createProgram(constants.text(), "fwd_sm90.cu", (), ())
         try:
@@ -150,7 +151,7 @@ class Forward:
         spec, call = checked.judged.spec, filled(checked.judged.call, _check.given(checked))
         features = spec.features
         is_changed = features.softcap or features.alibi or features.negative_scale
-        query_tile, key_tile, stages = CHANGED_TILE if is_changed else TILES[spec.head_dim]
+        query_tile, key_tile, stages = (CHANGED_TILES if is_changed else TILES)[spec.head_dim]
         constants = Constants(
             spec.dtype, spec.head_dim, query_tile, key_tile, stages, spec.mask is not Mask.NONE, features.softcap,
             features.alibi, features.negative_scale and not (features.softcap or features.alibi),
