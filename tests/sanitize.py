@@ -96,8 +96,9 @@ def suite(dtypes: Sequence[str]) -> None:
             )
             differentiate(cf.Attention(causal=True), q, k, v, dout)
         packed = draw(dtype, 2, 150, 8, 128)  # q, k and v in one array, read backwards and once for all batches
-        q, k, v = packed[:, ::-1, :4], packed[:, :, 4:6], packed[:1, :, 6:]
-        differentiate(cf.Attention(causal=True), q, k, cupy.broadcast_to(v, k.shape), dout)
+        q, k = packed[:, ::-1, :4], packed[:, :, 4:6]
+        v = cupy.broadcast_to(packed[:1, :, 6:], k.shape)
+        differentiate(cf.Attention(causal=True), q, k, v, dout)
         given = {"bias": draw(dtype, 1, 4, 1, 150), "alibi_slopes": draw(statistic, 4), "sink": draw(statistic, 4)}
         differentiate(cf.Attention(window=(9, 2), softcap=2.0, dropout_p=0.2), q, k, v, dout, **given, seed=3)
         offsets = cupy.asarray(np.array([0, 33, 33, 90], np.int32))
