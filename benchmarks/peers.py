@@ -74,69 +74,29 @@ class Ours:
         size = self.attention.workspace_size(self.q, self.k, self.v, backward=backward)
         return torch.full((size,), 255, dtype=torch.uint8, device=self.q.device) if size else None
 
-    def context(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def forward(self) -> None:
-        if self.makes_outputs:
-            out, lse = self.attention.fwd(self.q, self.k, self.v)
-            self.state = {"out": out, "lse": lse}
-        else:
-            self.attention.fwd(self.q, self.k, self.v, **self.state, workspace=self.forward_workspace)
-
-    def backward(self) -> None:
-        given = {**self.state, "dout": self.dout}
-        if self.makes_outputs:
-            dq, dk, dv = self.attention.bwd(self.q, self.k, self.v, **given)
-            self.grads = {"dq": dq, "dk": dk, "dv": dv}
-        else:
-            self.attention.bwd(self.q, self.k, self.v, **given, **self.grads, workspace=self.backward_workspace)
-
-    def results(self) -> dict[str, Any]:
-        return self.state | vars(self).get("grads", {})
-
-
-class Prepared(Ours):
-    """cupyflash again, with its arguments checked and packed at the first call: what a call costs the host beyond its
-    launches."""
-
-    def forward(self) -> None:
-        self.forward = self.attention.prepare(self.q, self.k, self.v, **self.state, workspace=self.forward_workspace)
-        self.forward()
-
-    def backward(self) -> None:
-        arrays = {**self.state, "dout": self.dout, **self.grads}
-        self.backward = self.attention.prepare(
-            self.q, self.k, self.v, True, **arrays, workspace=self.backward_workspace
-        )
-        self.backward()
-
-
-class OnCupy(Ours):
-    """cupyflash once more, on CuPy arrays in the same memory."""
-
-    def __init__(self, case: Case, q: Any, k: Any, v: Any, dout: Any) -> None:
-        if not q.is_cuda:
-            raise Absent("CuPy arrays live on a GPU")
-        super().__init__(case, q, k, v, dout)
-        self.tensors = {"q": q, "k": k, "v": v}
+    def adopted(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """The tensors as the calls get them."""
+        return tensors
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
-        return _as_cupy(self.tensors)
+        return self.adopted({"q": self.q, "k": self.k, "v": self.v})
+
+    @cached_property
+    def gradient(self) -> dict[str, Any]:
+        return self.adopted({"dout": self.dout})
 
     @cached_property
     def forward_arrays(self) -> dict[str, Any]:
-        return self.inputs | _as_cupy({**self.state, "workspace": self.forward_workspace})
+        return self.inputs | self.adopted({**self.state, "workspace": self.forward_workspace})
 
     @cached_property
     def backward_arrays(self) -> dict[str, Any]:
-        grads = {"dout": self.dout, **self.grads, "workspace": self.backward_workspace}
-        return self.inputs | _as_cupy({**self.state, **grads})
+        made = self.adopted({**self.state, **self.grads, "workspace": self.backward_workspace})
+        return self.inputs | self.gradient | made
 
-    @cached_property
-    def dout_array(self) -> Any:
-        return _as_cupy({"dout": self.dout})["dout"]
+    def context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def forward(self) -> None:
         if self.makes_outputs:
@@ -147,19 +107,43 @@ class OnCupy(Ours):
 
     def backward(self) -> None:
         if self.makes_outputs:
-            dq, dk, dv = self.attention.bwd(**self.inputs, **self.state, dout=self.dout_array)
+            dq, dk, dv = self.attention.bwd(**self.inputs, **self.state, **self.gradient)
             self.grads = {"dq": dq, "dk": dk, "dv": dv}
         else:
             self.attention.bwd(**self.backward_arrays)
 
     def results(self) -> dict[str, Any]:
+        return self.state | vars(self).get("grads", {})
+
+
+class Prepared(Ours):
+    """cupyflash again, with its arguments checked and packed at the first call: what a call costs the host beyond its
+    launches."""
+
+    def forward(self) -> None:
+        self.forward = self.attention.prepare(**self.forward_arrays)
+        self.forward()
+
+    def backward(self) -> None:
+        self.backward = self.attention.prepare(**self.backward_arrays, backward=True)
+        self.backward()
+
+
+class OnCupy(Ours):
+    """cupyflash once more, on CuPy arrays in the same memory."""
+
+    def __init__(self, case: Case, q: Any, k: Any, v: Any, dout: Any) -> None:
+        if not q.is_cuda:
+            raise Absent("CuPy arrays live on a GPU")
+        super().__init__(case, q, k, v, dout)
+
+    def adopted(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        import cupy
+
+        return {name: None if x is None else cupy.from_dlpack(x) for name, x in tensors.items()}
+
+    def results(self) -> dict[str, Any]:
         return {name: torch.from_dlpack(array) for name, array in super().results().items()}
-
-
-def _as_cupy(tensors: dict[str, Any]) -> dict[str, Any]:
-    import cupy
-
-    return {name: None if x is None else cupy.from_dlpack(x) for name, x in tensors.items()}
 
 
 class ByAutograd:

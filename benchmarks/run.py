@@ -28,12 +28,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import stamp
 from benchmarks.cases import GRIDS, Case
 from benchmarks.compare import table
 from benchmarks.peers import PEERS, Absent, Contestant, Ours, standard_flops
 from benchmarks.reference import attention
 from cupyflash import UnsupportedError
-from cupyflash._environment import facts
 from cupyflash.testing import PEER_FACTOR, ROUNDING_UNITS, flops
 
 WARM_UP = 3
@@ -267,7 +267,7 @@ def call_ms(call: Callable[[], Any], reps: int = 20) -> float:
 def machine(commit: str | None) -> dict[str, str]:
     """On what this ran."""
     return {
-        **{fact.label: fact.text for fact in facts() if fact.label != "kernel cache"},  # a path
+        **stamp.machine(),
         "torch": torch.__version__,
         "cuDNN": str(torch.backends.cudnn.version()),
         "commit": commit or _commit(),

@@ -1,4 +1,4 @@
-"""What a GPU result was measured on: hashes that change with a kernel or the backend, but not with their comments.
+"""What a result was measured on: the machine, and hashes that change with a kernel or the backend, not with comments.
 
 The GPU suite stores them beside its outcomes; `tests/test_results.py` recomputes them without a GPU.
 """
@@ -6,9 +6,11 @@ The GPU suite stores them beside its outcomes; `tests/test_results.py` recompute
 from __future__ import annotations
 
 import ast
+import datetime
 import hashlib
 import re
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -17,6 +19,29 @@ _COMMENT = re.compile(
     r"""(?P<literal>"(?:\\.|[^"\\\n])*"|'(?:\\[^\n]{1,4}|[^'\\\n])')|//[^\n]*|/\*.*?\*/""",
     re.DOTALL,
 )
+
+
+def machine() -> dict[str, str]:
+    """What `python -m cupyflash info` says, but for the kernel cache: that is a path of the machine's."""
+    from cupyflash import _environment
+
+    return {fact.label: fact.text for fact in _environment.facts() if fact.label != "kernel cache"}
+
+
+def record(**found: Any) -> dict[str, Any]:
+    """What was found, with the day and the machine."""
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return {"date": today, "machine": machine(), **found}
+
+
+def gpu_of(facts: dict[str, str]) -> str:
+    """The GPU's name, without what follows it in brackets."""
+    return facts["GPU"].split(" (")[0]
+
+
+def result_file(kind: str, gpu: str) -> Path:
+    """Where results of this kind from this GPU are kept."""
+    return RESULTS / f"{kind}-{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
 
 
 def kernel_names(root: Path = ROOT) -> list[str]:

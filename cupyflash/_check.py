@@ -407,6 +407,15 @@ class Arrays:
             raise TypeError(refusal(self.function, name, given, f"{_listed(accepted)} is accepted{why}"))
 
 
+def adopted_arrays(adopted: Adopted, layout: str) -> Arrays:
+    """The arrays of a call whose form is not remembered."""
+    given = tuple(Given(name, v.shape, v.strides, v.dtype, v.ptr & 15) for name, v in adopted.views.items())
+    arrays = Arrays(adopted.function, layout, given)
+    if adopted.backend == "cuda":
+        _check_elements(arrays)
+    return arrays
+
+
 @functools.lru_cache(maxsize=FORMS)
 def _judge(
     function: str,
@@ -422,7 +431,7 @@ def _judge(
     """Everything that the form of a call decides; its arguments are the form, nothing less."""
     arrays = Arrays(function, attention.layout, tuple(Given(*fields) for fields in given))
     if place[0] == "cuda":
-        check_elements(function, arrays.by_name.values())
+        _check_elements(arrays)
     _check_company(arrays)
     _check_shapes(arrays)
     dtypes = _check_dtypes(arrays, attention, backward, accumulate)
@@ -673,7 +682,7 @@ def _alignment(arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) 
     The stride along an axis of one counts where the axis is that of rows: kernels step over rows that are not there.
     """
     bits = 16
-    rows = {"bshd": 1, "bhsd": 2, "thd": 0}[arrays.layout]
+    rows = _ORDER[arrays.layout][1]
     for name in _ALIGNED:
         if name in arrays:
             shape, strides, dtype = arrays[name].shape, arrays[name].strides, arrays[name].dtype
@@ -696,14 +705,14 @@ def _alignment(arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) 
 # Memory.
 
 
-def check_elements(function: str, arrays: Iterable[Given]) -> None:
+def _check_elements(arrays: Arrays) -> None:
     """A GPU faults where an element does not lie at a multiple of its size."""
-    for array in arrays:
+    for name, array in arrays.by_name.items():
         dtype = _interop.NUMPY_DTYPES.get(array.dtype)
         if dtype is not None and array.misalignment % dtype.itemsize:
             given = f"starts {array.misalignment % dtype.itemsize} bytes past a multiple of its element size"
             accepted = "arrays of aligned elements are accepted in GPU memory"
-            raise ValueError(refusal(function, array.name, given, accepted))
+            raise ValueError(refusal(arrays.function, name, given, accepted))
 
 
 def check_writing(adopted: Adopted, outputs: Iterable[str]) -> None:
@@ -800,10 +809,7 @@ def checked_preprocess(
             raise TypeError(refusal(function, name, "is None", _interop.ACCEPTED_ARRAYS))
     adopted = _interop.adopt(function, arguments)
     views = adopted.views
-    given = tuple(Given(name, v.shape, v.strides, v.dtype, v.ptr & 15) for name, v in views.items())
-    if adopted.backend == "cuda":
-        check_elements(function, given)
-    arrays = Arrays(function, layout, given)
+    arrays = adopted_arrays(adopted, layout)
     query, _, row = AXES[layout]
     for name, axes in (("out", query.format("Dv")), ("dout", query.format("Dv")), ("dlse", row)):
         arrays.match(name, axes)

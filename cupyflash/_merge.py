@@ -206,11 +206,7 @@ class _States:
         )
         is_packed = len(self.outs.arrays[0].shape) == (4 if self.outs.sequence is None else 3)
         self.layout = "thd" if is_packed else layout
-        views = self.adopted.views
-        given = tuple(_check.Given(name, v.shape, v.strides, v.dtype, v.ptr & 15) for name, v in views.items())
-        if self.adopted.backend == "cuda":
-            _check.check_elements(function, given)
-        self.arrays = _check.Arrays(function, self.layout, given)
+        self.arrays = _check.adopted_arrays(self.adopted, self.layout)
         for family, dtypes in ((self.outs, _check.FLOATS), (self.lses, _LSE_DTYPES)):
             for name in family.names:
                 axes = self.axes(family.name)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import math
 import multiprocessing
@@ -32,7 +31,7 @@ import ml_dtypes
 import numpy as np
 
 import cupyflash as cf
-from cupyflash import _environment
+from benchmarks import stamp
 from cupyflash.testing import assert_close, peer, peer_bwd, reference, reference_bwd, rounding_terms
 from tests.backends import Backend, CupyBackend, NumpyBackend, arranged
 from tests.cases import DTYPES
@@ -491,14 +490,9 @@ def main(argv: list[str] | None = None) -> int:
     print(f"seconds: {time.perf_counter() - began:.0f}")
     if arguments.json:
         found = {"problems": judged, "wrong": wrong, "refused": dict(refused), "not judged": dict(unjudged)}
-        _write(arguments.json, {"backend": arguments.backend, "seed": seed, "kinds": kinds, **found})
+        record = stamp.record(backend=arguments.backend, seed=seed, kinds=kinds, **found)
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     return 1 if wrong else 0
-
-
-def _write(file: Path, found: dict[str, Any]) -> None:
-    machine = {fact.label: fact.text for fact in _environment.facts() if fact.label != "kernel cache"}  # a path
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    file.write_text(json.dumps({"date": today, "machine": machine, **found}, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,7 @@ tests that need a GPU with it: a file from half of them speaks for half of them.
 
 from __future__ import annotations
 
-import datetime
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -79,18 +77,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def write(results: dict[str, str], loaded: set[str], arguments: list[str]) -> None:
     """One result file, named after the GPU."""
-    facts = {fact.label: fact.text for fact in _environment.facts() if fact.label != "kernel cache"}  # a path
-    gpu = facts["GPU"].split(" (")[0]
-    record = {
-        "gpu": gpu,
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "arguments": arguments,
-        "machine": facts,
-        "kernels": {kernel: stamp.kernel_hash(kernel) for kernel in stamp.kernel_names() if kernel in loaded},
-        "backend": stamp.backend_hash(),
-        "tests": dict(sorted(results.items())),
-    }
-    name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    path = stamp.RESULTS / f"gpu-tests-{name}.json"
+    record = stamp.record(
+        arguments=arguments,
+        kernels={kernel: stamp.kernel_hash(kernel) for kernel in stamp.kernel_names() if kernel in loaded},
+        backend=stamp.backend_hash(),
+        tests=dict(sorted(results.items())),
+    )
+    record["gpu"] = stamp.gpu_of(record["machine"])
+    path = stamp.result_file("gpu-tests", record["gpu"])
     path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     print(f"\nwrote {path}: {len(results)} outcomes, {len(record['kernels'])} kernels")

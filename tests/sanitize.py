@@ -7,7 +7,6 @@ benchmarks/results/sanitizer-<gpu>.json beside the hashes of the kernels that th
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import re
 import subprocess
@@ -20,7 +19,6 @@ import numpy as np
 
 import cupyflash as cf
 from benchmarks import stamp
-from cupyflash import _environment
 from tests.cases import DTYPES
 
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
@@ -36,19 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.suite:
         suite(options.suite)
         return 0
-    facts = {fact.label: fact.text for fact in _environment.facts() if fact.label != "kernel cache"}  # a path
     with ThreadPoolExecutor() as pool:  # of subprocesses
         compiled = pool.map(lambda dtype: subprocess.run((*SUITE, dtype), check=True), DTYPES)
         list(compiled)  # no tool need watch the compiler
         verdicts = dict(zip(TOOLS, pool.map(verdict, TOOLS), strict=True))
-    record = {
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "machine": facts,
-        "kernels": {kernel: stamp.kernel_hash(kernel) for kernel in stamp.kernel_names()},
-        "tools": verdicts,
-    }
-    gpu = re.sub(r"[^a-z0-9]+", "-", facts["GPU"].split(" (")[0].lower()).strip("-")
-    (stamp.RESULTS / f"sanitizer-{gpu}.json").write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    hashes = {kernel: stamp.kernel_hash(kernel) for kernel in stamp.kernel_names()}
+    record = stamp.record(kernels=hashes, tools=verdicts)
+    path = stamp.result_file("sanitizer", stamp.gpu_of(record["machine"]))
+    path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     for tool, word in verdicts.items():
         print(f"{tool}: {word}")
     return int(any(word != "clean" for word in verdicts.values()))
