@@ -39,9 +39,15 @@ def gpu_of(facts: dict[str, str]) -> str:
     return facts["GPU"].split(" (")[0]
 
 
-def result_file(kind: str, gpu: str) -> Path:
-    """Where results of this kind from this GPU are kept."""
-    return RESULTS / f"{kind}-{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
+def cuda_of(facts: dict[str, str]) -> str:
+    """The CUDA version of the compiler, as in "13.0"."""
+    return facts["NVRTC"].split(",")[0]
+
+
+def result_file(kind: str, facts: dict[str, str]) -> Path:
+    """Where results of this kind from this GPU and this major version of CUDA are kept."""
+    name = f"{kind} {gpu_of(facts)} cuda {cuda_of(facts).split('.')[0]}"
+    return RESULTS / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.json"
 
 
 def kernel_names(root: Path = ROOT) -> list[str]:

@@ -92,7 +92,7 @@ def current_hashes() -> dict[str, str]:
 
 
 def gpu_results() -> list[dict[str, Any]]:
-    """The stored runs, one for each GPU."""
+    """The stored runs, one for each GPU and major version of CUDA."""
     return [json.loads(path.read_text("utf-8")) for path in sorted(stamp.RESULTS.glob("gpu-tests-*.json"))]
 
 
@@ -132,7 +132,11 @@ def kernels_table() -> str:
     now, results = current_hashes(), gpu_results()
     lines = ["| kernel | run on |", "|---|---|"]
     for kernel in stamp.kernel_names():
-        runs = [f"{result['gpu']}, {result['date']}" for result in results if hashes(result).get(kernel) == now[kernel]]
+        runs = [
+            f"{result['gpu']}, CUDA {stamp.cuda_of(result['machine'])}, {result['date']}"
+            for result in results
+            if hashes(result).get(kernel) == now[kernel]
+        ]
         lines.append(f"| `{kernel}` | {'; '.join(runs) or 'compiled, not run'} |")
     return "\n".join(lines) + "\n"
 

@@ -664,7 +664,7 @@ def _describe(
         accumulate=accumulate,
         deterministic=backward and attention.deterministic,
         split=not backward and (attention.num_splits > 1 or attention.split_len is not None),
-        allow_tf32=False,  # may, not must: with one product a kernel loses NaNs of the bits that GPUs give them
+        allow_tf32=attention.allow_tf32,
         align=_alignment(arrays, outputs),
         size_class="short" if typical_k <= 128 else "decode" if typical_q <= 16 else "normal",
     )

@@ -343,8 +343,8 @@ class _Formula:
                 total = p.sum(axis=-1)
                 if inputs.sink is not None:
                     total = total + np.exp(self._cast(inputs.sink)[:, None] - shift)
-                p = self.rounded(self._drop(inputs, sequence, p))
-                product = p @ self._per_head(inputs, sequence.v)
+                p = self.rounded(self._kept(inputs, sequence, p))  # 1 / (1 - p_drop) follows the product
+                product = self._keep_scale(inputs) * (p @ self._per_head(inputs, sequence.v))
                 divisor = np.where(total == 0, 1, total)[..., None]
                 out[sequence.batch, sequence.rows] = (product / divisor).swapaxes(0, 1)
                 lse[sequence.batch, :, sequence.rows] = shift + np.log(total)
@@ -407,12 +407,12 @@ class _Formula:
         x, slope = self._scores(inputs, sequence)
         hidden = np.isneginf(x) | has_no_key[..., None]
         p = np.where(hidden, 0, np.exp(x - lse[..., None]))
-        dp = self._drop(inputs, sequence, d_o @ self._sign(v).mT)
+        dp = self._keep_scale(inputs) * self._kept(inputs, sequence, d_o @ self._sign(v).mT)
         dx = np.where(hidden, 0, p * (dp + delta[..., None] if self.absolute else dp - delta[..., None]))
         ds = self.rounded(dx * self._sign(slope))
 
         dq, dk = ds @ self._sign(k), ds.mT @ self._sign(q)
-        dv = self.rounded(self._drop(inputs, sequence, p)).mT @ d_o
+        dv = self._keep_scale(inputs) * (self.rounded(self._kept(inputs, sequence, p)).mT @ d_o)
         at_rows, at_keys = (sequence.batch, sequence.rows), (sequence.batch, sequence.keys)
         grads["dq"][at_rows] = self._sign(np.asarray(scale)) * dq.swapaxes(0, 1)
         grads["dk"][at_keys] = self._sign(np.asarray(scale)) * self._per_kv_head(inputs, dk)
@@ -447,8 +447,8 @@ class _Formula:
             visible = visible & ~np.isneginf(bias)
         return np.where(visible, x, -np.inf).astype(self.dtype), slope
 
-    def _drop(self, inputs: _Inputs, sequence: _Sequence, values: Array) -> Array:
-        """`values` * keep / (1 - p)."""
+    def _kept(self, inputs: _Inputs, sequence: _Sequence, values: Array) -> Array:
+        """`values`, 0 where dropped."""
         if not inputs.dropout_p:
             return values
         keep = keep_mask(
@@ -459,7 +459,10 @@ class _Formula:
             seed=_entry(inputs.seed, 0) % 2**64,
             offset=_entry(inputs.offset, 0),
         )
-        return np.where(keep, values / self.dtype(1 - inputs.dropout_p), 0)
+        return np.where(keep, values, 0)
+
+    def _keep_scale(self, inputs: _Inputs) -> Any:
+        return self.dtype(1 / (1 - inputs.dropout_p))
 
     def _per_head(self, inputs: _Inputs, per_key: Array) -> Array:
         """[Nk, Hkv, C] as [Hq, Nk, C]."""

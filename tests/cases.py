@@ -405,6 +405,14 @@ CASES = [
         options={"dropout_p": 0.5, "seed": 5, **CAUSAL},
     ),
     Case(
+        "dropout of nine tenths",
+        "one query whose few kept weights are far below the largest: in 16 bits they round before they are scaled",
+        batch=4,
+        len_q=1,
+        len_k=48,
+        options={"dropout_p": 0.9, "seed": 1, "scale": 1.0},
+    ),
+    Case(
         "dropout, everything",
         "with all that changes a score",
         options={"dropout_p": 0.2, "seed": 3, "softcap": 2.0, **CAUSAL},

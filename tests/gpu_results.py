@@ -1,8 +1,8 @@
 """A pytest plugin that keeps what a GPU said: `pytest -m gpu -p tests.gpu_results`.
 
-It writes benchmarks/results/gpu-tests-<gpu>.json: the machine's facts, each test's outcome, the hash of every kernel
-that the session loaded, and the backend's hash. `tests/test_results.py` compares the hashes with the tree. Run all the
-tests that need a GPU with it: a file from half of them speaks for half of them.
+It writes benchmarks/results/gpu-tests-<gpu>-cuda-<major>.json: the machine's facts, each test's outcome, the hash of
+every kernel that the session loaded, and the backend's hash. `tests/test_results.py` compares the hashes with the tree.
+Run all the tests that need a GPU with it: a file from half of them speaks for half of them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def write(results: dict[str, str], loaded: set[str], arguments: list[str]) -> None:
-    """One result file, named after the GPU."""
+    """One result file, named after the GPU and CUDA."""
     record = stamp.record(
         arguments=arguments,
         kernels={kernel: stamp.kernel_hash(kernel) for kernel in stamp.kernel_names() if kernel in loaded},
@@ -84,6 +84,6 @@ def write(results: dict[str, str], loaded: set[str], arguments: list[str]) -> No
         tests=dict(sorted(results.items())),
     )
     record["gpu"] = stamp.gpu_of(record["machine"])
-    path = stamp.result_file("gpu-tests", record["gpu"])
+    path = stamp.result_file("gpu-tests", record["machine"])
     path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     print(f"\nwrote {path}: {len(results)} outcomes, {len(record['kernels'])} kernels")

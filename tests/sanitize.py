@@ -1,7 +1,7 @@
 """compute-sanitizer over a small suite of calls: `python -m tests.sanitize` on a machine with a GPU.
 
 Each tool watches the suite in a process of its own. What they say, a refusal to run included, is written to
-benchmarks/results/sanitizer-<gpu>.json beside the hashes of the kernels that they watched.
+benchmarks/results/sanitizer-<gpu>-cuda-<major>.json beside the hashes of the kernels that they watched.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks import stamp
 from tests.cases import DTYPES
 
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
-TOOL_SECONDS = 300
+TOOL_SECONDS = 500
 ERRORS_FOUND = 99  # the exit code that is asked of a tool
 SUITE = (sys.executable, "-m", "tests.sanitize", "--suite")
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verdicts = dict(zip(TOOLS, pool.map(verdict, TOOLS), strict=True))
     hashes = {kernel: stamp.kernel_hash(kernel) for kernel in stamp.kernel_names()}
     record = stamp.record(kernels=hashes, tools=verdicts)
-    path = stamp.result_file("sanitizer", stamp.gpu_of(record["machine"]))
+    path = stamp.result_file("sanitizer", record["machine"])
     path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     for tool, word in verdicts.items():
         print(f"{tool}: {word}")

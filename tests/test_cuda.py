@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,49 @@ def test_a_nan_of_the_bits_that_a_gpu_gives_it_is_kept(
     grads = attention.bwd(q, k, v, *saved, arrays["dout"])
     assert any(np.isnan(gpu.get(grad)).any() for grad in grads)
     assert where != "dout" or all(np.isnan(gpu.get(grad)).any() for grad in grads)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_allow_tf32_rounds_products_to_ten_bits(gpu: CupyBackend, dim: int, rng: Random) -> None:
+    """Beside float32's own products: further from float64, and as near as 10 bits allow."""
+    host = [_draw(rng, 1, 600, 2, dim, dtype=np.float32) for _ in range(4)]
+    q, k, v, dout = (gpu.put(array) for array in host)
+    exact = dict(zip(("out", "lse"), testing.reference(*host[:3]), strict=True)) | testing.reference_bwd(*host)
+    attention = cf.Attention(allow_tf32=True)
+    saved = attention.fwd(q, k, v)
+    grads = attention.bwd(q, k, v, *saved, dout)
+    for name, ours in (saved._asdict() | grads._asdict()).items():
+        assert 2e-5 < np.abs(gpu.get(ours) - exact[name]).max() <= 2e-2, name
+
+
+@pytest.mark.parametrize("allow_tf32", [False, True])
+def test_an_infinite_value_reaches_the_rows_that_see_it(gpu: CupyBackend, allow_tf32: bool, rng: Random) -> None:
+    """As an infinity with one product, as a NaN with three (docs/support.md)."""
+    q, k, v = (_draw(rng, 1, 70, 2, 64, dtype=np.float32) for _ in range(3))
+    v[0, 60, 1, 5] = np.inf
+    out, _ = cf.attn_fwd(*(gpu.put(array) for array in (q, k, v)), causal=True, allow_tf32=allow_tf32)
+    met = gpu.get(out)[0, 60:, 1, 5]
+    assert (np.isposinf(met) if allow_tf32 else np.isnan(met)).all()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_plan_of_fewer_rows_than_a_block_loads_at_once(gpu: CupyBackend, deterministic: bool, rng: Random) -> None:
+    """Key tiles of 16 rows of 64 bytes: 128 threads or more have twice as many copies in hand."""
+    host = [_draw(rng, 1, 77, 2, 32) for _ in range(4)]
+    q, k, v, dout = (gpu.put(array) for array in host)
+    attention = cf.Attention(causal=True, deterministic=deterministic)
+    forward = attention.plan(q, k, v)
+    forward = replace(forward, constants=replace(forward.constants, key_tile=16))
+    assert forward.threads >= 2 * 16 * 4
+    saved = attention.fwd(q, k, v, plan=forward)
+    backward = attention.plan(q, k, v, backward=True, dout=dout, out=saved.out, lse=saved.lse)
+    if deterministic:
+        backward = backward._replace(dq=replace(backward.dq, constants=replace(backward.dq.constants, key_tile=16)))
+    grads = attention.bwd(q, k, v, *saved, dout, plan=backward)
+    out, lse = (gpu.get(array) for array in saved)
+    testing.check_forward(out, lse, *host[:3], name="small", causal=True)
+    gradients = type(grads)(*(gpu.get(grad) for grad in grads))
+    testing.check_backward(gradients, *host, out=out, lse=lse, name="small", causal=True)
 
 
 def test_a_form_that_was_taken_serves_tensors_with_grad_under_no_grad_alone(rng: Random) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -10,14 +9,7 @@ import pytest
 
 import cupyflash as cf
 from cupyflash._cuda import tiles
-from cupyflash._cuda.constants import (
-    HEAD_DIMS,
-    ITEM_BYTES,
-    BwdDbiasGeneric,
-    BwdDqGeneric,
-    BwdGeneric,
-    FwdGeneric,
-)
+from cupyflash._cuda.constants import HEAD_DIMS
 from cupyflash._cuda.device import KNOWN, Device
 from cupyflash._cuda.plan import backward as plan_backward
 from cupyflash._cuda.plan import forward as plan_forward
@@ -62,26 +54,6 @@ def test_every_head_dim_tile_has_rows(name: str) -> None:
     for rows in table.values():
         assert tuple(rows) == HEAD_DIMS
         assert all(rows.values())
-
-
-@pytest.mark.parametrize("device", GPUS, ids=lambda device: f"sm_{device.arch}")
-def test_no_block_loads_more_rows_at_once_than_a_chosen_tile_has(device: Device) -> None:
-    """What tile/load.cuh relies on, 16 bytes a thread; docs/support.md says it of plans."""
-    kinds = set()
-    asked = (
-        spec(dtype, dim, dim_v, Features(bias=has_bias), deterministic=True, **biased)
-        for dtype, dim, dim_v in itertools.product(DTYPES, HEAD_DIMS, HEAD_DIMS)
-        for has_bias, biased in ((False, {}), (True, {"bias_dtype": dtype, "dbias_dtype": dtype}))
-    )
-    for c in (plan.constants for one in asked if is_held(one, device) for plan in plans(one, device)):
-        if not hasattr(c, "key_tile"):
-            continue
-        kinds.add(type(c))
-        threads = 32 * c.warps
-        for dim, rows in itertools.product((c.head_dim, c.head_dim_v), (c.query_tile, c.key_tile)):
-            chunks = dim * ITEM_BYTES[c.element] // 16
-            assert threads // min(threads, chunks) <= rows or threads % min(threads, chunks), c
-    assert kinds == {FwdGeneric, BwdGeneric, BwdDqGeneric, BwdDbiasGeneric}
 
 
 REFUSED = {

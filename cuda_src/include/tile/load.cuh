@@ -26,7 +26,7 @@ class RowLoader {
 
   __device__ __forceinline__ void load(Tile& tile, int begin, int end) const {
     const int first_row = threadIdx.x / kLanes;
-    if (kThreads % kLanes != 0 && first_row >= kRowStep) return;
+    if (kLanes * kRowStep != kThreads && first_row >= kRowStep) return;
 #pragma unroll
     for (int part = 0; part < ceil_div(Tile::kChunks, kLanes); ++part) {
       const int chunk = threadIdx.x % kLanes + part * kLanes, col = chunk * Tile::kChunk;
