@@ -146,6 +146,14 @@ class OnCupy(Ours):
         return {name: torch.from_dlpack(array) for name, array in super().results().items()}
 
 
+class Deterministic(Ours):
+    """cupyflash with gradients that are bitwise the same in every run."""
+
+    def __init__(self, case: Case, q: Any, k: Any, v: Any, dout: Any) -> None:
+        super().__init__(case, q, k, v, dout)
+        self.attention = self.attention.replace(deterministic=True)
+
+
 class ByAutograd:
     """Attention of torch that records a graph; its layout is [B, H, N, D], which a transposed view is."""
 
@@ -336,4 +344,5 @@ PEERS: dict[str, Callable[..., Contestant]] = {
     "standard": Standard,
     "prepared": Prepared,
     "cupy": OnCupy,
+    "deterministic": Deterministic,
 }

@@ -22,6 +22,7 @@ COLOURS = {
     "cudnn": "#009e73",
     "efficient": "#cc79a7",
     "flex": "#e69f00",
+    "deterministic": "#999999",
     "standard": "#555555",
 }
 WIDTH_INCHES, ROW_INCHES = 10.5, 2.1
