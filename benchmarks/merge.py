@@ -1,7 +1,8 @@
 """How near merging states comes to the rate of a copy: `python -m benchmarks.merge --json FILE`.
 
-A merge reads every state once and writes the result once, so a copy of as many bytes is its ceiling. Each result is
-held to float64 before the clock runs.
+A merge reads every state once and writes the result once; its gradient reads the states, the result and the result's
+gradient, and writes one gradient a state. A copy of as many bytes is the ceiling. Each result is held to float64 before
+the clock runs.
 """
 
 from __future__ import annotations
@@ -33,28 +34,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records: list[dict[str, Any]] = [{"machine": machine(options.commit)}]
     for dtype in (torch.bfloat16, torch.float32):
         for count in STATES:
-            records.append(measure(count, dtype, copy, device))
-            print("{merge}: {tb_s:.2f} TB/s, {of_copy:.2f} of a copy".format(**records[-1]))
+            records += measure(count, dtype, copy, device)
+            for record in records[-2:]:
+                print("{merge}: {tb_s:.2f} TB/s, {of_copy:.2f} of a copy".format(**record))
     records.append({"ceilings": {"after": ceilings(device)}})
     if options.json:
         options.json.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
     return int(any(record.get("of_copy", 1) < LEAST_SHARE for record in records))
 
 
-def measure(count: int, dtype: Any, copy: float, device: Any) -> dict[str, Any]:
-    """One row: bytes over the median time of a merge of `count` states, and that over the copy's rate."""
+def measure(count: int, dtype: Any, copy: float, device: Any) -> list[dict[str, Any]]:
+    """Of `count` states, their merge and its gradient: bytes over the median time, and that over the copy's rate."""
     batch, length, heads, _ = SHAPE
-    outs = [torch.randn(SHAPE, device=device).to(dtype) for _ in range(count)]
-    lses = [2 * torch.randn(batch, heads, length, device=device) for _ in range(count)]
-    merged: dict[str, Any] = {"out": torch.full_like(outs[0], torch.nan), "lse": torch.full_like(lses[0], torch.nan)}
-    cf.merge_states(outs, lses, **merged)
-    weights = torch.stack(lses).double().softmax(0).transpose(2, 3)[..., None]
-    exact = sum(weight * out.double() for weight, out in zip(weights, outs, strict=True))
-    torch.testing.assert_close(merged["out"].double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
-    moved = (count + 1) * (outs[0].nbytes + lses[0].nbytes)
-    rate = moved / call_ms(lambda: cf.merge_states(outs, lses, **merged)) / 1e9
-    name = f"{count} states, {str(dtype).removeprefix('torch.')}"
-    return {"merge": name, "bytes": moved, "tb_s": rate, "of_copy": rate / copy}
+
+    def draw() -> tuple[Any, Any]:
+        return torch.randn(SHAPE, device=device).to(dtype), 2 * torch.randn(batch, heads, length, device=device)
+
+    outs, lses = map(list, zip(*(draw() for _ in range(count)), strict=True))
+    dout, dlse = draw()
+    out, lse = torch.full_like(dout, torch.nan), torch.full_like(dlse, torch.nan)
+
+    def merge() -> Any:
+        return cf.merge_states(outs, lses, out=out, lse=lse)
+
+    def differentiate() -> Any:
+        return cf.merge_states_bwd(outs, lses, out, lse, dout, dlse)
+
+    merge()
+    weights = [_per_row(weight) for weight in torch.stack(lses).double().softmax(0)]
+    exact = sum(weight * state.double() for weight, state in zip(weights, outs, strict=True))
+    close = {"rtol": torch.finfo(dtype).eps, "atol": 1e-5}
+    torch.testing.assert_close(out.double(), exact, **close)
+    for weight, state, dout_s, dlse_s in zip(weights, outs, *differentiate(), strict=True):
+        torch.testing.assert_close(dout_s.double(), weight * dout.double(), **close)
+        inner = (dout.double() * (state.double() - out.double())).sum(-1, keepdim=True)
+        torch.testing.assert_close(_per_row(dlse_s.double()), weight * (inner + _per_row(dlse)), rtol=1e-4, atol=1e-3)
+
+    one, name = out.nbytes + lse.nbytes, f"{count} states, {str(dtype).removeprefix('torch.')}"
+    rows = (name, merge, (count + 1) * one), (f"{name}, its gradient", differentiate, (2 * count + 2) * one)
+    return [
+        {"merge": what, "bytes": moved, "tb_s": (rate := moved / call_ms(call) / 1e9), "of_copy": rate / copy}
+        for what, call, moved in rows
+    ]
+
+
+def _per_row(rows: Any) -> Any:
+    """[B, H, N] as [B, N, H, 1]."""
+    return rows.transpose(1, 2)[..., None]
 
 
 if __name__ == "__main__":

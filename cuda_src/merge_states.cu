@@ -8,25 +8,28 @@
 namespace cf {
 
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kSlots = kMergeStates / attn::kLeastGroup;  // states whose lse one lane keeps
+constexpr int kSlots = kMergeStates / attn::kGroup;  // states whose lse one lane keeps
+constexpr int kTogether = 2;                         // states whose columns are under way at once
+static_assert(attn::kGroup % kTogether == 0);
 using Accum = AccumElement;
+using Partial = attn::ColumnsOf<kIsUniform, StateElement, kColumns, Accum>::Type;
 
 }  // namespace cf
 
 extern "C" __global__ void __launch_bounds__(cf::kThreads) merge_states(const __grid_constant__ cf::MergeParams params) {
   using namespace cf;
-  const attn::Row row = attn::row_of_thread<kThreads, kColumns>(params.len, params.heads, params.head_dim);
+  const attn::Row row = attn::row_of_thread<kThreads>(params.len, params.heads);
   const bool is_row = row.batch < params.batch;  // else the lanes still take part in the warp's exchanges
 
-  Accum weight[kSlots];  // first the lse: of state row.lane + slot row.size
+  Accum weight[kSlots];  // first the lse: of state row.lane + slot kGroup
   Accum top = -kInfinity;
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot) {
-    const int i = row.lane + slot * row.size;
+    const int i = row.lane + slot * attn::kGroup;
     weight[slot] = is_row && i < params.num_states ? attn::read_lse<Accum>(params.states[i], row) : Accum(-kInfinity);
     top = ptx::max(top, weight[slot]);
   }
-  top = attn::group_max(top, row.size);
+  top = attn::group_max(top);
   const bool is_empty = top == -kInfinity;
   Accum total = 0;
 #pragma unroll
@@ -34,28 +37,36 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) merge_states(const __
     weight[slot] = is_empty || weight[slot] == -kInfinity ? Accum(0) : ptx::exp2((weight[slot] - top) * Accum(kLog2E));
     total += weight[slot];
   }
-  total = attn::group_sum(total, row.size);
+  total = attn::group_sum(total);
+  const Accum share = is_empty ? Accum(0) : 1 / total;
 #pragma unroll
-  for (int slot = 0; slot < kSlots; ++slot) weight[slot] = is_empty ? Accum(0) : weight[slot] / total;
+  for (int slot = 0; slot < kSlots; ++slot) weight[slot] *= share;
 
-  for (int first = 0; first < params.head_dim; first += row.size * kColumns) {  // every lane comes as often: they exchange weights
+  for (int first = 0; first < params.head_dim; first += attn::kGroup * kColumns) {  // every lane comes as often: they exchange weights
     const int col = first + row.lane * kColumns;
+    const bool is_there = is_row && col < params.head_dim;
     Accum sum[kColumns] = {};
 #pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) {
-      const int states = min_of(row.size, params.num_states - slot * row.size);
-#pragma unroll 4  // so many loads are under way
-      for (int j = 0; j < states; ++j) {
-        const Accum w = __shfl_sync(kFullWarp, weight[slot], j, row.size);
-        Accum x[kColumns] = {};
-        if (is_row && col < params.head_dim)
-          attn::read_columns<kIsUniform, StateElement>(x, params.states[slot * row.size + j], row, col);
+    for (int begin = 0; begin < kMergeStates; begin += kTogether) {
+      if (begin >= params.num_states) break;
+      Accum w[kTogether];
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c) sum[c] += w == 0 ? Accum(0) : w * x[c];  // selected: it may be a NaN
-      }
+      for (int i = 0; i < kTogether; ++i)
+        w[i] = __shfl_sync(kFullWarp, weight[begin / attn::kGroup], (begin + i) % attn::kGroup, attn::kGroup);
+      if (!is_there) continue;
+      Partial partial[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)  // the last state again rather than a branch, which would part the loads
+        attn::read_columns<kIsUniform, StateElement, kColumns, Accum>(
+            partial[i], params.states[min_of(begin + i, params.num_states - 1)], row, col);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c)  // selected: what is without weight may be a NaN
+          sum[c] = ptx::fma(w[i], w[i] == 0 ? Accum(0) : convert<Accum>(partial[i].x[c]), sum[c]);
     }
-    if (is_row && col < params.head_dim) attn::write_columns<kIsUniform, ResultElement>(params.merged, row, col, sum);
+    if (is_there) attn::write_columns<kIsUniform, ResultElement>(params.merged, row, col, sum);
   }
   const Accum lse = is_empty ? top : top + ptx::log2(total) * Accum(kLn2);
-  if (is_row && row.lane == 0) attn::write(params.merged.lse, params.merged.lse_type, attn::lse_at(params.merged, row), lse);
+  if (is_row && row.lane == 0) attn::write_lse(params.merged, row, lse);
 }

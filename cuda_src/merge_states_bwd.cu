@@ -9,12 +9,14 @@ namespace cf {
 
 constexpr int kThreads = kWarps * kWarpSize;
 using Accum = AccumElement;
+using Partial = attn::ColumnsOf<kIsUniform, StateElement, kColumns, Accum>::Type;
+using Merged = attn::ColumnsOf<kIsUniform, ResultElement, kColumns, Accum>::Type;
 
 }  // namespace cf
 
 extern "C" __global__ void __launch_bounds__(cf::kThreads) merge_states_bwd(const __grid_constant__ cf::MergeBwdParams params) {
   using namespace cf;
-  const attn::Row row = attn::row_of_thread<kThreads, kColumns>(params.len, params.heads, params.head_dim);
+  const attn::Row row = attn::row_of_thread<kThreads>(params.len, params.heads);
   const bool is_row = row.batch < params.batch;  // else the lanes still take part in the warp's exchanges
   const State& merged = params.merged;
   const State& dmerged = params.dmerged;
@@ -27,23 +29,26 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) merge_states_bwd(cons
     const bool has_keys = state_lse != -kInfinity;
     const Accum weight = has_keys ? ptx::exp2((state_lse - lse) * Accum(kLog2E)) : Accum(0);
     Accum inner = 0;
-    for (int col = row.lane * kColumns; is_row && col < params.head_dim; col += row.size * kColumns) {
-      Accum dout[kColumns] = {}, out[kColumns], partial[kColumns];
+    for (int col = row.lane * kColumns; is_row && col < params.head_dim; col += attn::kGroup * kColumns) {
+      Accum grad_out[kColumns] = {};
       if (has_keys) {
-        attn::read_columns<kIsUniform, ResultElement>(dout, dmerged, row, col);
-        attn::read_columns<kIsUniform, ResultElement>(out, merged, row, col);
-        attn::read_columns<kIsUniform, StateElement>(partial, state, row, col);
+        Merged dout, out;
+        Partial partial;
+        attn::read_columns<kIsUniform, ResultElement, kColumns, Accum>(dout, dmerged, row, col);
+        attn::read_columns<kIsUniform, ResultElement, kColumns, Accum>(out, merged, row, col);
+        attn::read_columns<kIsUniform, StateElement, kColumns, Accum>(partial, state, row, col);
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
-          inner += dout[c] * (partial[c] - out[c]);
-          dout[c] *= weight;
+          const Accum d = convert<Accum>(dout.x[c]);
+          inner += d * (convert<Accum>(partial.x[c]) - convert<Accum>(out.x[c]));
+          grad_out[c] = weight * d;
         }
       }
-      attn::write_columns<kIsUniform, StateElement>(grad, row, col, dout);
+      attn::write_columns<kIsUniform, StateElement>(grad, row, col, grad_out);
     }
-    inner = attn::group_sum(inner, row.size);
+    inner = attn::group_sum(inner);
     if (!is_row || row.lane > 0) continue;
     const Accum dlse = dmerged.lse && has_keys ? attn::read_lse<Accum>(dmerged, row) : Accum(0);
-    attn::write(grad.lse, grad.lse_type, attn::lse_at(grad, row), has_keys ? weight * (inner + dlse) : Accum(0));
+    attn::write_lse(grad, row, has_keys ? weight * (inner + dlse) : Accum(0));
   }
 }

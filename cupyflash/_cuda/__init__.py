@@ -9,7 +9,16 @@ from .._spec import Blank, Call, FilledIn, Spec, View, Work
 from . import device as _device
 from . import plan as _plan
 from .arguments import NO_TENSOR, TYPE_CODES, per_row, pointer, problem, rows, scores, tiles_of
-from .constants import ITEM_BYTES, BwdDbiasGeneric, BwdPreprocess, FwdGeneric, MergeStates, MergeStatesBwd, accum_of
+from .constants import (
+    ITEM_BYTES,
+    MERGE_GROUP,
+    BwdDbiasGeneric,
+    BwdPreprocess,
+    FwdGeneric,
+    MergeStates,
+    MergeStatesBwd,
+    accum_of,
+)
 from .launch import Schedule
 from .params import MERGE_STATES
 from .plan import ROW_PAD, BackwardPlan, Plan
@@ -152,13 +161,14 @@ def _merged_columns(states: list[View], results: list[View]) -> tuple[str, str, 
     state, result = states[0].dtype, results[0].dtype
     if any(view.dtype != state for view in states) or any(view.dtype != result for view in results):
         return state, result, 1, False
-    columns = 16 // ITEM_BYTES[state]
+    whole, dim = 16 // ITEM_BYTES[state], states[0].shape[-1]
     for view in (*states, *results):
         item = ITEM_BYTES[view.dtype]
-        together = min(16, columns * item)  # bytes that are read at once
+        together = min(16, whole * item)  # bytes that are read at once
         if any(number % together for number in (view.ptr, *(stride * item for stride in view.strides[:3]))):
             return state, result, 1, True
-    return state, result, 1 if states[0].shape[-1] % columns else columns, True
+    columns = next(n for n in (2 * whole, whole, 1) if dim % n == 0 and (n <= whole or dim >= n * MERGE_GROUP))
+    return state, result, columns, True
 
 
 def _state(out: View, lse: View | None) -> tuple[int, ...]:
@@ -180,7 +190,7 @@ def _run_merge(
     plan = Plan(constants, _device.of(call.device).arch, "the only kernel that does this")
     values = (*states, num, batch, length, heads, dim, 0)
     schedule = Schedule(call.device)
-    schedule.launch(plan, -(-batch * length * heads // constants.rows(dim)), values)
+    schedule.launch(plan, -(-batch * length * heads // constants.rows), values)
     schedule({}, call.stream)
 
 

@@ -141,6 +141,9 @@ class BwdFinish:
         return 0
 
 
+MERGE_GROUP = 8  # lanes of a row: kGroup of attn/state.cuh
+
+
 @dataclass(frozen=True, slots=True)
 class _Merges:
     """What both merging kernels are specialised on."""
@@ -156,12 +159,10 @@ class _Merges:
     def smem_bytes(self) -> int:
         return 0
 
-    def rows(self, head_dim: int) -> int:
-        """(row, head) pairs of a block: row_of_thread of attn/state.cuh."""
-        group = 8
-        while group < 32 and group * self.columns < head_dim:
-            group *= 2
-        return 32 * self.warps // group
+    @property
+    def rows(self) -> int:
+        """(row, head) pairs of a block."""
+        return 32 * self.warps // MERGE_GROUP
 
 
 @dataclass(frozen=True, slots=True)

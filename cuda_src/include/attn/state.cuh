@@ -5,25 +5,22 @@
 
 namespace cf::attn {
 
-constexpr int kLeastGroup = 8;  // lanes of a row
-static_assert(kMergeStates % kLeastGroup == 0, "a lane keeps the lse of every kLeastGroup-th state at most");
+constexpr int kGroup = 8;  // lanes of a row
+static_assert(kMergeStates % kGroup == 0, "a lane keeps the lse of every kGroup-th state");
 
 struct Row {
   int batch;
   int row;
   int head;
   int lane;  // of the row's group
-  int size;  // lanes of the group, a power of two
 };
 
 // The row of this thread of [B, N, H]; `batch` reaches the problem's own past the end.
-template <int kThreads, int kColumns>
-__device__ __forceinline__ Row row_of_thread(int len, int heads, int head_dim) {
+template <int kThreads>
+__device__ __forceinline__ Row row_of_thread(int len, int heads) {
   Row r;
-  r.size = kLeastGroup;
-  while (r.size < kWarpSize && r.size * kColumns < head_dim) r.size *= 2;
-  r.lane = threadIdx.x % r.size;
-  const int64 item = (static_cast<int64>(blockIdx.x) * kThreads + threadIdx.x) / r.size;
+  r.lane = threadIdx.x % kGroup;
+  const int64 item = static_cast<int64>(blockIdx.x) * (kThreads / kGroup) + threadIdx.x / kGroup;
   const int64 position = item >> 32 ? item / heads : static_cast<uint32>(item) / static_cast<uint32>(heads);  // 64 bits are slow
   r.head = static_cast<int>(item - position * heads);
   const int64 batch = position >> 32 ? position / len : static_cast<uint32>(position) / static_cast<uint32>(len);
@@ -56,24 +53,34 @@ __device__ __forceinline__ void write(void* data, int type, int64 i, A x) {
   else static_cast<double*>(data)[i] = convert<double>(x);
 }
 
+// A float accumulator means that every lse is of floats.
 template <class A>
-__device__ __forceinline__ A read_lse(const State& s, const Row& r) { return read<A>(s.lse, s.lse_type, lse_at(s, r)); }
+__device__ __forceinline__ A read_lse(const State& s, const Row& r) {
+  return read<A>(s.lse, kIsSame<A, float> ? 2 : s.lse_type, lse_at(s, r));
+}
+template <class A>
+__device__ __forceinline__ void write_lse(const State& s, const Row& r, A lse) {
+  write(s.lse, kIsSame<A, float> ? 2 : s.lse_type, lse_at(s, r), lse);
+}
 
 // A lane's columns from `col` on. With kIsUniform the elements are known to be T, and lie at multiples of their own size up to 16 bytes;
-// else there is one, of the state's type.
+// else there is one, of the state's type, and read as an A.
 template <class T, int kColumns>
 struct alignas(min_of<int>(16, kColumns * sizeof(T))) Columns { T x[kColumns]; };
 
 template <bool kIsUniform, class T, int kColumns, class A>
-__device__ __forceinline__ void read_columns(A (&x)[kColumns], const State& s, const Row& r, int col) {
+struct ColumnsOf { using Type = Columns<T, kColumns>; };
+template <class T, int kColumns, class A>
+struct ColumnsOf<false, T, kColumns, A> { using Type = Columns<A, kColumns>; };
+
+template <bool kIsUniform, class T, int kColumns, class A>
+__device__ __forceinline__ void read_columns(typename ColumnsOf<kIsUniform, T, kColumns, A>::Type& columns, const State& s, const Row& r, int col) {
   const int64 at = out_at(s, r) + col;
   if constexpr (kIsUniform) {
-    const auto columns = *reinterpret_cast<const Columns<T, kColumns>*>(static_cast<const T*>(s.out) + at);
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) x[i] = convert<A>(columns.x[i]);
+    columns = *reinterpret_cast<const Columns<T, kColumns>*>(static_cast<const T*>(s.out) + at);
   } else {
     static_assert(kColumns == 1);
-    x[0] = read<A>(s.out, s.out_type, at);
+    columns.x[0] = read<A>(s.out, s.out_type, at);
   }
 }
 
@@ -92,13 +99,15 @@ __device__ __forceinline__ void write_columns(const State& s, const Row& r, int 
 
 // Over the lanes of a row's group.
 template <class T>
-__device__ __forceinline__ T group_max(T x, int size) {
-  for (int d = size / 2; d > 0; d /= 2) x = ptx::max(x, __shfl_xor_sync(kFullWarp, x, d));
+__device__ __forceinline__ T group_max(T x) {
+#pragma unroll
+  for (int d = kGroup / 2; d > 0; d /= 2) x = ptx::max(x, __shfl_xor_sync(kFullWarp, x, d));
   return x;
 }
 template <class T>
-__device__ __forceinline__ T group_sum(T x, int size) {
-  for (int d = size / 2; d > 0; d /= 2) x += __shfl_xor_sync(kFullWarp, x, d);
+__device__ __forceinline__ T group_sum(T x) {
+#pragma unroll
+  for (int d = kGroup / 2; d > 0; d /= 2) x += __shfl_xor_sync(kFullWarp, x, d);
   return x;
 }
 
