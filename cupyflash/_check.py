@@ -48,6 +48,7 @@ _ORDER = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "thd": (None, 0, 1, 2)}
 
 _GRADIENT_OF = {"dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "dsink": "sink"}
 _ALIGNED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+_LARGEST_STEP = 2**36  # elements
 FORMS = 512  # that are remembered
 _WITH_VALUES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seed", "offset")  # that `check_values` looks at
 # Name to default, bounds and what is accepted.
@@ -666,6 +667,7 @@ def _describe(
         split=not backward and (attention.num_splits > 1 or attention.split_len is not None),
         allow_tf32=attention.allow_tf32,
         align=_alignment(arrays, outputs),
+        has_boxes=not backward and _has_boxes(arrays),
         size_class="short" if typical_k <= 128 else "decode" if typical_q <= 16 else "normal",
     )
 
@@ -700,6 +702,16 @@ def _alignment(arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) 
             if extent > 1 or axis == rows:
                 bits |= stride * itemsize
     return bits & -bits
+
+
+def _has_boxes(arrays: Arrays) -> bool:
+    """No array of rows is empty or walked backwards, or by steps that a tensor map cannot hold."""
+    rows = (arrays[name] for name in (*_QUERY_ROWS, *_KEY_ROWS) if name in arrays)
+    return all(
+        extent > 0 and (extent == 1 or 0 <= stride < _LARGEST_STEP)
+        for array in rows
+        for extent, stride in zip(array.shape, array.strides, strict=True)
+    )
 
 
 # Memory.

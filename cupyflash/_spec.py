@@ -86,6 +86,7 @@ class Spec:
     split: bool  # num_splits > 1, or split_len
     allow_tf32: bool
     align: int  # bytes, at most 16: every pointer and outer stride is a multiple of it
+    has_boxes: bool  # of q, k, v and out: the copy engine can walk them. Forward only
     size_class: str  # "short" (len_k <= 128), "decode" (len_q <= 16), "normal"
 
 

@@ -38,6 +38,7 @@ PLAIN = Spec(
     split=False,
     allow_tf32=False,
     align=16,
+    has_boxes=True,
     size_class="normal",
 )
 
@@ -161,6 +162,9 @@ def spec_of(row: dict[str, Any]) -> Spec:
     return spec(**changes)
 
 
+SERIALIZED = re.compile(r"\(C75\d\d\)")  # ptxas makes one product of wgmma wait for another, or ignores setmaxnreg
+
+
 @dataclass(frozen=True)
 class Report:
     """What ptxas says of one binary. `log` is the whole word of a compile that failed or warned."""
@@ -174,8 +178,8 @@ def compile_to_report(plan: Plan[Any]) -> Report:
     """Registers, and the larger of spill stores and loads."""
     from cupyflash._cuda.source import compose
 
-    is_compiled, log = ptxas.compiled(compose(plan.constants), f"{plan.kernel}.cu", f"sm_{plan.arch}")
-    if not is_compiled or "warning" in log:
+    is_compiled, log = ptxas.compiled(compose(plan.constants), f"{plan.kernel}.cu", plan.target)
+    if not is_compiled or "warning" in log or SERIALIZED.search(log):
         return Report(0, 0, log)
     spills = [int(found) for found in re.findall(r"(\d+) bytes spill", log)]
     registers = [int(found) for found in re.findall(r"Used (\d+) registers", log)]

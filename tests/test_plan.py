@@ -14,7 +14,7 @@ from cupyflash._cuda.device import KNOWN, Device
 from cupyflash._cuda.plan import backward as plan_backward
 from cupyflash._cuda.plan import forward as plan_forward
 from cupyflash._cuda.plan import head_dim_tile, validate
-from cupyflash._spec import Features, Mask
+from cupyflash._spec import Features, Mask, Spec
 from tests.binaries import DTYPES, is_held, plans, spec
 
 GPUS = list(KNOWN.values())
@@ -121,6 +121,55 @@ def test_a_negative_scale_is_a_switch_only_where_scores_stay_raw() -> None:
 @pytest.mark.parametrize(("align", "copies"), [(16, 16), (8, 4), (4, 4), (2, 2)])
 def test_rows_are_copied_as_wide_as_they_are_aligned(align: int, copies: int) -> None:
     assert plan_forward(spec(align=align), KNOWN[90]).constants.copy_bytes == copies
+
+
+SM90_SHAPES = ((40, 40), (64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
+SM90_REQUESTS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "causal, top-left or not, and windows": {"mask": Mask.BAND},
+    "softcap": {"features": Features(softcap=True)},
+    "ALiBi": {"features": Features(alibi=True)},
+    "bias": {"features": Features(bias=True), "bias_dtype": "bfloat16"},
+    "everything but dropout": {
+        "features": Features(softcap=True, alibi=True, bias=True, negative_scale=True),
+        "bias_dtype": "float32",
+        "mask": Mask.BAND,
+    },
+    "packed sequences": {"packed": True},
+    "8 query heads a KV head": {"heads_q": 16, "heads_kv": 2},
+    "float32 out": {"out_dtype": "float32"},
+}
+DROPOUT: dict[str, object] = {"features": Features(dropout=True)}
+
+
+@pytest.mark.parametrize("dims", SM90_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("request_name", [*SM90_REQUESTS, "dropout"])
+def test_hopper_has_its_own_forward(request_name: str, dtype: str, dims: tuple[int, int]) -> None:
+    """A sink, live lengths and positions are no part of a Spec: they change no binary."""
+    plan = plan_forward(spec(dtype, *dims, **(SM90_REQUESTS | {"dropout": DROPOUT})[request_name]), KNOWN[90])
+    if request_name == "dropout" and dims == (256, 256):
+        assert plan.kernel == "fwd_generic" and "not fwd_sm90: none of its tiles has registers left" in plan.why
+        return
+    assert plan.kernel == "fwd_sm90" and plan.target == "sm_90a"
+    assert plan.constants.head_dim >= dims[0] and plan.constants.head_dim_v >= dims[1]
+    for device in GPUS:
+        if device.arch != 90:
+            other = plan_forward(spec(dtype, *dims, **(SM90_REQUESTS | {"dropout": DROPOUT})[request_name]), device)
+            assert other.kernel == "fwd_generic" and "sm90" not in other.why
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (spec("float32"), "wgmma multiplies 16-bit types, not float32"),
+        (spec(align=8), "aligned to 8 bytes"),
+        (spec(has_boxes=False), "negative stride"),
+    ],
+)
+def test_the_generic_forward_says_why_it_is_not_hoppers(asked: Spec, reason: str) -> None:
+    plan = plan_forward(asked, KNOWN[90])
+    assert plan.kernel == "fwd_generic" and "not fwd_sm90" in plan.why and reason in str(plan)
 
 
 def test_masks_are_one_kind() -> None:

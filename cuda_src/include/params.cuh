@@ -71,6 +71,25 @@ struct FwdParams {
   Tensor lse;                   // [B, Hq, Nq] Accum
 };
 
+// What the copy engine knows of a [B, N, H, D] array and of the boxes that it moves; made by cuTensorMapEncodeTiled.
+struct alignas(64) TensorMap {
+  void* address;
+  uint64 words[15];
+};
+
+struct FwdSm90Params {
+  TensorMap q;                  // boxes of 64 columns and kQueryTile rows
+  TensorMap k;                  // ... kKeyTile rows
+  TensorMap v;
+  TensorMap out_boxes;          // ... 64 rows; unused where out is stored by threads
+  Problem problem;
+  Scores scores;
+  Tensor out;                   // [B, Nq, Hq, Dv]
+  Tensor lse;                   // [B, Hq, Nq]
+  int blocks;                   // query tiles of all heads and batches
+  int padding;
+};
+
 struct BwdPreprocessParams {
   Problem problem;
   Tensor out;                   // [B, Nq, Hq, Dv]; null data: delta is given

@@ -12,9 +12,11 @@ from .arguments import NO_TENSOR, TYPE_CODES, per_row, pointer, problem, rows, s
 from .constants import (
     ITEM_BYTES,
     MERGE_GROUP,
+    SM90_ROWS,
     BwdDbiasGeneric,
     BwdPreprocess,
     FwdGeneric,
+    FwdSm90,
     MergeStates,
     MergeStatesBwd,
     accum_of,
@@ -22,6 +24,7 @@ from .constants import (
 from .launch import Schedule
 from .params import MERGE_STATES
 from .plan import ROW_PAD, BackwardPlan, Plan
+from .tensor_map import NO_MAP, tensor_map
 
 if TYPE_CHECKING:
     from .._merge import MergeCall
@@ -41,20 +44,22 @@ def plan(spec: Spec, call: Call, *, backward: bool, override: object | None = No
     return chosen if override is None else _plan.validate(override, chosen, device)
 
 
-def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric]) -> Work:
+def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric | FwdSm90]) -> Work:
     """To write out and lse."""
     c = plan.constants
-    values = (
-        *problem(spec, call, c.query_tile, c.key_tile),
-        *scores(spec, call),
-        *rows(call.q),
-        *rows(call.k),
-        *rows(call.v),
-        *rows(call.out),
-        *per_row(call.lse),
-    )
+    blocks = _blocks(call, call.len_q, c.query_tile, spec.heads_q)
+    shared = (*problem(spec, call, c.query_tile, c.key_tile), *scores(spec, call))
+    written = (*rows(call.out), *per_row(call.lse))
     schedule = Schedule(call.device)
-    schedule.launch(plan, _blocks(call, call.len_q, c.query_tile, spec.heads_q), values)
+    if isinstance(c, FwdSm90):
+        q, k, v, out = (_given(view) for view in (call.q, call.k, call.v, call.out))
+        boxes = (*tensor_map(q, c.query_tile), *tensor_map(k, c.key_tile), *tensor_map(v, c.key_tile))
+        out_boxes = tensor_map(out, SM90_ROWS) if out.dtype == c.element else NO_MAP
+        # Where rows differ in length the hardware hands out tiles; else blocks stay, and load ahead.
+        grid = blocks if c.is_masked else min(blocks, _device.of(call.device).sm_count)
+        schedule.launch(plan, grid, (*boxes, *out_boxes, *shared, *written, blocks, 0))
+    else:
+        schedule.launch(plan, blocks, (*shared, *rows(call.q), *rows(call.k), *rows(call.v), *written))
     return schedule
 
 

@@ -12,7 +12,7 @@ from .._errors import CompileError
 from .plan import Plan
 from .source import compose
 
-# One tuple for every kernel: CuPy compiles an empty program once per process and tuple to learn the compiler's version.
+# One tuple for every target: CuPy compiles an empty program once per process and tuple to learn the compiler's version.
 OPTIONS = ("-std=c++17",)
 QUIET = "CUPYFLASH_QUIET"  # set to anything: no word about slow first compiles
 _IN_MEMORY = "CUPY_CACHE_IN_MEMORY"
@@ -50,8 +50,9 @@ def _load(plan: Plan[Any], ordinal: int) -> Any:
 def _compiled(plan: Plan[Any], ordinal: int) -> Any:
     import cupy
 
+    options = OPTIONS if plan.target == f"sm_{plan.arch}" else (*OPTIONS, f"-arch={plan.target}")  # over CuPy's own
     with cupy.cuda.Device(ordinal):
-        module = cupy.RawModule(code=compose(plan.constants), options=OPTIONS)
+        module = cupy.RawModule(code=compose(plan.constants), options=options)
         try:
             raw = module.get_function(plan.kernel)
             if plan.smem_bytes > _OPT_IN_BYTES:
@@ -59,7 +60,7 @@ def _compiled(plan: Plan[Any], ordinal: int) -> Any:
             function = raw.kernel  # of this device, which `raw` would look up again at each launch
         except cupy.cuda.compiler.CompileException as error:
             raise CompileError(
-                f"{plan.kernel} did not compile for sm_{plan.arch} with options {' '.join(OPTIONS)}.\n{error}\n"
+                f"{plan.kernel} did not compile for {plan.target} with options {' '.join(options)}.\n{error}\n"
                 f"The plan was: {plan}"
             ) from error
     return function
@@ -93,7 +94,7 @@ def _notice(plan: Plan[Any], seconds: float) -> None:
         return
     _notice_given = True
     print(
-        f"cupyflash: compiling {plan.kernel} for sm_{plan.arch} took {seconds:.1f} s; CuPy keeps the result on disk, "
+        f"cupyflash: compiling {plan.kernel} for {plan.target} took {seconds:.1f} s; CuPy keeps the result on disk, "
         f"so the next process starts without this wait. Set {QUIET}=1 to silence this.",
         file=sys.stderr,
     )

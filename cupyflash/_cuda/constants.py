@@ -10,6 +10,10 @@ from dataclasses import dataclass, fields
 ELEMENTS = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # what a tile's head dim is rounded up to
+SM90_HEAD_DIMS = (64, 128, 192, 256)  # the same for fwd_sm90
+SM90_KEY_TILES = (32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 256)  # the widths of ptx/wgmma.cuh
+SM90_ROWS = 64  # of a consumer warpgroup
+SM90_PANEL = 64  # columns of a box
 
 
 def accum_of(element: str) -> str:
@@ -56,6 +60,20 @@ class FwdGeneric(_Scores):
         tiles = self.query_tile * self.head_dim + self.key_tile * (self.head_dim + self.head_dim_v)
         probabilities = self.query_tile * self.key_tile if item == 8 else 0  # else P stays in registers
         return item * (tiles + probabilities)
+
+
+@dataclass(frozen=True, slots=True)
+class FwdSm90(_Scores):
+    """`fwd_sm90.cu`."""
+
+    out_element: str
+    stages: int
+
+    @property
+    def smem_bytes(self) -> int:
+        tiles = self.query_tile * self.head_dim + self.stages * self.key_tile * (self.head_dim + self.head_dim_v)
+        barriers, published = 8 * (2 + 4 * self.stages), 2 * 72  # bytes; a tile at most
+        return -(-(2 * tiles + barriers + published) // 1024) * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +195,7 @@ class MergeStatesBwd(_Merges):
 
 KERNELS: dict[type, str] = {
     FwdGeneric: "fwd_generic",
+    FwdSm90: "fwd_sm90",
     BwdPreprocess: "bwd_preprocess",
     BwdGeneric: "bwd_generic",
     BwdDqGeneric: "bwd_dq_generic",
@@ -186,7 +205,15 @@ KERNELS: dict[type, str] = {
     MergeStatesBwd: "merge_states_bwd",
 }
 Constants = (
-    FwdGeneric | BwdPreprocess | BwdGeneric | BwdDqGeneric | BwdDbiasGeneric | BwdFinish | MergeStates | MergeStatesBwd
+    FwdGeneric
+    | FwdSm90
+    | BwdPreprocess
+    | BwdGeneric
+    | BwdDqGeneric
+    | BwdDbiasGeneric
+    | BwdFinish
+    | MergeStates
+    | MergeStatesBwd
 )
 
 

@@ -73,7 +73,11 @@ STATE = (
 )
 MERGE_STATES = 24  # of one launch, kMergeStates
 
+MAP_WORDS = 15  # of a tensor map, behind its address
+
 MERGE_SIZES = tuple((name, "i") for name in ("num_states", "batch", "len", "heads", "head_dim", "padding"))
+
+TENSOR_MAP = (("address", "P"), ("words", ("Q", MAP_WORDS)))
 
 Fields = tuple[tuple[str, Any], ...]
 STRUCTS: dict[str, Fields] = {
@@ -89,6 +93,19 @@ STRUCTS: dict[str, Fields] = {
         ("v", TENSOR),
         ("out", TENSOR),
         ("lse", TENSOR),
+    ),
+    "TensorMap": TENSOR_MAP,
+    "FwdSm90Params": (
+        ("q", TENSOR_MAP),
+        ("k", TENSOR_MAP),
+        ("v", TENSOR_MAP),
+        ("out_boxes", TENSOR_MAP),
+        ("problem", PROBLEM),
+        ("scores", SCORES),
+        ("out", TENSOR),
+        ("lse", TENSOR),
+        ("blocks", "i"),
+        ("padding", "i"),
     ),
     "BwdPreprocessParams": (
         ("problem", PROBLEM),
@@ -158,6 +175,7 @@ STRUCTS: dict[str, Fields] = {
 }
 PARAMS = {
     "fwd_generic": "FwdParams",
+    "fwd_sm90": "FwdSm90Params",
     "bwd_preprocess": "BwdPreprocessParams",
     "bwd_generic": "BwdParams",
     "bwd_dq_generic": "BwdParams",
@@ -168,13 +186,16 @@ PARAMS = {
 }
 
 
+_ALIGN = 64  # bytes, of a struct with tensor maps: CUDA reads whole multiples of it
+
+
 def _format(fields: Fields) -> str:
     codes = ""
     for _, kind in fields:
         if isinstance(kind, str):
             codes += kind
         elif isinstance(kind[1], int):
-            codes += _format(kind[0]) * kind[1]
+            codes += (kind[0] if isinstance(kind[0], str) else _format(kind[0])) * kind[1]
         else:
             codes += _format(kind)
     return codes
@@ -206,6 +227,7 @@ class Template:
                 form += f"{len(constant)}s{code}"
                 self._blanks.append((len(self._parts) + 1, value.name, int(value)))
                 self._parts += [constant, 0]
+        packed += bytes(-len(packed) % _ALIGN)
         self._parts.append(packed[end:])
         self._pack = struct.Struct(f"{form}{len(packed) - end}s").pack
         self._dtype = np.dtype((np.void, len(packed)))  # without fields: CuPy is slow to copy those

@@ -18,6 +18,9 @@ from .constants import (
     HEAD_DIMS,
     ITEM_BYTES,
     KERNELS,
+    SM90_HEAD_DIMS,
+    SM90_KEY_TILES,
+    SM90_ROWS,
     BwdDbiasGeneric,
     BwdDqGeneric,
     BwdFinish,
@@ -25,6 +28,7 @@ from .constants import (
     BwdPreprocess,
     Constants,
     FwdGeneric,
+    FwdSm90,
     accum_of,
 )
 from .device import Device
@@ -38,6 +42,7 @@ _CPU = "the NumPy backend does this"
 TileTable = dict[int, dict[int, list[Any]]]  # by an element's bytes, then by the head-dim tile, as in tiles.py
 _TILES: dict[type, Any] = {
     FwdGeneric: tiles.FwdTile,
+    FwdSm90: tiles.Sm90Tile,
     BwdGeneric: tiles.BwdTile,
     BwdDqGeneric: tiles.DqTile,
     BwdDbiasGeneric: tiles.DbiasTile,
@@ -65,6 +70,11 @@ class Plan(Generic[C]):
         return self.kernel, self.arch, self.constants
 
     @property
+    def target(self) -> str:
+        """What is compiled for: Hopper's own instructions are of sm_90a."""
+        return "sm_90a" if isinstance(self.constants, FwdSm90) else f"sm_{self.arch}"
+
+    @property
     def threads(self) -> int:
         return 32 * self.constants.warps
 
@@ -76,7 +86,7 @@ class Plan(Generic[C]):
         c = self.constants
         values = ", ".join(f"{f.name}={getattr(c, f.name)}" for f in fields(c))
         size = f"{self.threads} threads, {self.smem_bytes} bytes of shared memory"
-        return f"{self.kernel} for sm_{self.arch}: {size}\n  {values}\n  {self.why}"
+        return f"{self.kernel} for {self.target}: {size}\n  {values}\n  {self.why}"
 
 
 class BackwardPlan(NamedTuple):
@@ -153,33 +163,56 @@ def _score_constants(spec: Spec) -> dict[str, Any]:
     }
 
 
+def _fitting(
+    kind: type[Any], rows: list[Any], spec: Spec, device: Device, note: str = "", **more: Any
+) -> Iterator[Plan[Any]]:
+    """Plans of the table's rows that the device can hold, in order."""
+    shared = _score_constants(spec) | more
+    changes = sum(shared[name] for name in ("has_softcap", "has_alibi", "has_bias", "is_scale_negative"))
+    needed = tiles.Room.ANY if shared["has_dropout"] else min(changes, tiles.Room.SEVERAL)
+    for rank, tile in enumerate(rows):
+        sizes = tile._asdict()
+        if sizes.pop("room", needed) < needed:
+            continue
+        constants = kind(**shared, **sizes)
+        if constants.smem_bytes <= device.smem_bytes and _is_whole(constants):
+            why = f"row {rank} of the tile table: the first whose tiles fit {device.smem_bytes} bytes of shared memory"
+            yield Plan(constants, device.arch, why + note)
+
+
 def _rows(table: TileTable, spec: Spec) -> list[Any]:
     return table[ITEM_BYTES[spec.dtype]][head_dim_tile(max(spec.head_dim, spec.head_dim_v))]
 
 
-def _fitting(kind: type[Any], table: TileTable, spec: Spec, device: Device, **more: Any) -> Iterator[Plan[Any]]:
-    """Plans of the table's rows that the device can hold, in order."""
-    shared = _score_constants(spec)
-    changes = ("has_softcap", "has_alibi", "has_bias", "has_dropout", "is_scale_negative")
-    is_plain = not any(shared[name] for name in changes)
-    for rank, tile in enumerate(_rows(table, spec)):
-        sizes = tile._asdict()
-        if sizes.pop("is_tight", False) and not is_plain:
-            continue
-        constants = kind(**shared, **sizes, **more)
-        if constants.smem_bytes <= device.smem_bytes and _is_whole(constants):
-            why = f"row {rank} of the tile table: the first whose tiles fit {device.smem_bytes} bytes of shared memory"
-            yield Plan(constants, device.arch, why)
+def why_not_sm90(spec: Spec) -> str | None:
+    """What keeps a forward on Hopper from `fwd_sm90`."""
+    if ITEM_BYTES[spec.dtype] != 2:
+        return f"wgmma multiplies 16-bit types, not {spec.dtype}"
+    if spec.align < 16:
+        return f"an array is aligned to {spec.align} bytes, and the copy engine needs 16"
+    if not spec.has_boxes:
+        return "an array is empty or has a negative stride, which the copy engine cannot walk"
+    return None
 
 
-def legal_forward(spec: Spec, device: Device) -> Iterator[Plan[FwdGeneric]]:
-    """Candidates of `fwd_generic`, best first."""
-    return _fitting(FwdGeneric, tiles.FWD, spec, device, out_element=spec.out_dtype)
+def legal_forward(spec: Spec, device: Device) -> Iterator[Plan[Any]]:
+    """Candidates of the forward, best first: `fwd_sm90` where it can serve, then `fwd_generic`."""
+    note = ""
+    if device.arch == 90:
+        why_not = why_not_sm90(spec)
+        if why_not is None:
+            dim, dim_v = (next(n for n in SM90_HEAD_DIMS if real <= n) for real in (spec.head_dim, spec.head_dim_v))
+            rows, dims = tiles.FWD_SM90[max(dim, dim_v)], {"head_dim": dim, "head_dim_v": dim_v}
+            yield from _fitting(FwdSm90, rows, spec, device, **dims, out_element=spec.out_dtype)
+            why_not = "none of its tiles has registers left for dropout beside such rows"
+        note = f"; not fwd_sm90: {why_not}"
+    yield from _fitting(FwdGeneric, _rows(tiles.FWD, spec), spec, device, note, out_element=spec.out_dtype)
 
 
 def legal_main(spec: Spec, device: Device) -> Iterator[Plan[BwdGeneric]]:
     """Candidates of `bwd_generic`, best first."""
-    return _fitting(BwdGeneric, tiles.BWD, spec, device, **_gradients(spec), sums_dq=not spec.deterministic)
+    gradients = _gradients(spec)
+    return _fitting(BwdGeneric, _rows(tiles.BWD, spec), spec, device, **gradients, sums_dq=not spec.deterministic)
 
 
 def _gradients(spec: Spec) -> dict[str, Any]:
@@ -188,6 +221,9 @@ def _gradients(spec: Spec) -> dict[str, Any]:
 
 def _is_whole(c: Any) -> bool:
     """Whether the warps' shares are whole: two 16x8 tiles side by side for tensor cores, one for FMA."""
+    if isinstance(c, FwdSm90):
+        consumers, rest = divmod(c.query_tile, SM90_ROWS)
+        return not rest and consumers in (2, 3) and c.warps == 4 * (1 + consumers) and c.key_tile in SM90_KEY_TILES
     columns = 16 if ITEM_BYTES[c.element] == 2 else 8
     if c.query_tile % 16 or c.key_tile % 16 or ROW_PAD % c.query_tile:
         return False
@@ -215,7 +251,7 @@ def _first(plans: Iterator[Plan[Any]], spec: Spec, device: Device) -> Plan[Any]:
 
 
 @lru_cache(maxsize=1024)
-def forward(spec: Spec, device: Device) -> Plan[FwdGeneric]:
+def forward(spec: Spec, device: Device) -> Plan[FwdGeneric | FwdSm90]:
     """The kernel of a forward. Raises UnsupportedError with a message that lacks the function's name."""
     refuse(spec)
     return _first(legal_forward(spec, device), spec, device)
@@ -233,10 +269,11 @@ def backward(spec: Spec, device: Device) -> BackwardPlan:
     finish = BwdFinish(accum_of(spec.dtype), spec.grad_dtype, copy_bytes, spec.accumulate)
     dq = dbias = None
     if spec.deterministic:
-        dq = _first(_fitting(BwdDqGeneric, tiles.DQ, spec, device, **gradients), spec, device)
+        dq = _first(_fitting(BwdDqGeneric, _rows(tiles.DQ, spec), spec, device, **gradients), spec, device)
     if spec.features.bias:
         bias_gradients = gradients | {"grad_element": spec.dbias_dtype}
-        dbias = _first(_fitting(BwdDbiasGeneric, tiles.DBIAS, spec, device, **bias_gradients), spec, device)
+        dbias_rows = _rows(tiles.DBIAS, spec)
+        dbias = _first(_fitting(BwdDbiasGeneric, dbias_rows, spec, device, **bias_gradients), spec, device)
     return BackwardPlan(
         Plan(preprocess, device.arch, "delta, and dq zeroed"),
         _first(legal_main(spec, device), spec, device),
@@ -271,5 +308,5 @@ def _differs_in_tiles_alone(given: Plan[Any], wanted: Plan[Any]) -> bool:
     kind = type(wanted.constants)
     if type(given.constants) is not kind or kind not in _TILES:
         return False
-    sizes = {name: getattr(given.constants, name) for name in _TILES[kind]._fields if name != "is_tight"}
+    sizes = {name: getattr(given.constants, name) for name in _TILES[kind]._fields if name != "room"}
     return given.constants == replace(wanted.constants, **sizes)

@@ -5,7 +5,17 @@ Tables are keyed by an element's bytes, then by the head-dim tile (the larger of
 
 from __future__ import annotations
 
+import enum
 from typing import NamedTuple
+
+
+class Room(enum.IntEnum):
+    """What a tile's registers leave room for."""
+
+    RAW = 0  # scores as the product makes them
+    ONE = 1  # one change of them: softcap, ALiBi, bias, a negative scale
+    SEVERAL = 2
+    ANY = 3  # dropout too
 
 
 class DqTile(NamedTuple):
@@ -27,7 +37,15 @@ class FwdTile(NamedTuple):
     key_tile: int
     warps: int
     blocks_per_sm: int
-    is_tight: bool = False  # fills the registers: for raw scores without dropout
+    room: Room = Room.ANY
+
+
+class Sm90Tile(NamedTuple):
+    query_tile: int
+    key_tile: int
+    stages: int
+    warps: int  # the producer's four too
+    room: Room = Room.ANY
 
 
 class BwdTile(NamedTuple):
@@ -39,7 +57,7 @@ class BwdTile(NamedTuple):
     key_warps: int  # along the keys, of dk and dv
     query_warps: int  # along the queries, of dq
     blocks_per_sm: int
-    is_tight: bool = False
+    room: Room = Room.ANY
 
 
 # Swept on an H200 (CUDA 13.0, 2026-11-29), bfloat16, N = 4,096, B N = 16,384, H D = 2,048. Beside a row stand the times
@@ -47,12 +65,12 @@ class BwdTile(NamedTuple):
 # What a comment compares a row with was partly measured on the kernels just before, which were 3 to 10 % slower.
 FWD: dict[int, dict[int, list[FwdTile]]] = {
     2: {
-        32: [FwdTile(128, 128, 4, 2, True), FwdTile(128, 64, 4, 2)],  # 0.94, 0.92; 128x64 0.92, 0.70
+        32: [FwdTile(128, 128, 4, 2, Room.RAW), FwdTile(128, 64, 4, 2)],  # 0.94, 0.92; 128x64 0.92, 0.70
         # 1.08, 1.00; 128x112 1.05, 1.00; 128x96 1.01, 0.97
-        64: [FwdTile(128, 128, 4, 2, True), FwdTile(128, 64, 4, 2)],
-        96: [FwdTile(128, 80, 4, 2, True), FwdTile(128, 48, 4, 2)],  # 0.95, 0.96; 128x96 0.93, 0.93
+        64: [FwdTile(128, 128, 4, 2, Room.RAW), FwdTile(128, 64, 4, 2)],
+        96: [FwdTile(128, 80, 4, 2, Room.RAW), FwdTile(128, 48, 4, 2)],  # 0.95, 0.96; 128x96 0.93, 0.93
         # 1.03, 1.01; 128x48 0.85, 0.82; 8 warps 0.77, 0.76
-        128: [FwdTile(128, 64, 4, 2, True), FwdTile(128, 32, 4, 2)],
+        128: [FwdTile(128, 64, 4, 2, Room.RAW), FwdTile(128, 32, 4, 2)],
         192: [FwdTile(128, 64, 8, 1), FwdTile(64, 64, 4, 1)],
         256: [FwdTile(64, 64, 4, 2), FwdTile(64, 32, 4, 1)],  # 0.93, 0.95; 128x64 with 8 warps 0.86, 0.85
     },
@@ -73,12 +91,19 @@ FWD: dict[int, dict[int, list[FwdTile]]] = {
         256: [FwdTile(16, 16, 1, 1)],
     },
 }
+# The same for fwd_sm90, by the larger of the head dims alone.
+FWD_SM90: dict[int, list[Sm90Tile]] = {
+    64: [Sm90Tile(192, 128, 2, 16, Room.RAW), Sm90Tile(128, 128, 2, 12, Room.SEVERAL), Sm90Tile(128, 96, 2, 12)],
+    128: [Sm90Tile(128, 128, 2, 12, Room.ONE), Sm90Tile(128, 64, 2, 12)],
+    192: [Sm90Tile(128, 112, 2, 12, Room.RAW), Sm90Tile(128, 80, 2, 12, Room.SEVERAL), Sm90Tile(128, 48, 2, 12)],
+    256: [Sm90Tile(128, 80, 2, 12, Room.RAW), Sm90Tile(128, 48, 2, 12, Room.SEVERAL)],
+}
 BWD: dict[int, dict[int, list[BwdTile]]] = {
     2: {
         # 0.83, 0.87; 64x128 0.68, 0.69
-        32: [BwdTile(128, 128, 2, 8, 4, 4, 4, 1, True), BwdTile(64, 128, 2, 8, 2, 4, 4, 1)],
+        32: [BwdTile(128, 128, 2, 8, 4, 4, 4, 1, Room.RAW), BwdTile(64, 128, 2, 8, 2, 4, 4, 1)],
         # 0.99, 1.01; 64x128 0.74, 0.75; one stage 0.82, 0.84
-        64: [BwdTile(128, 128, 2, 8, 4, 4, 4, 1, True), BwdTile(64, 128, 1, 8, 2, 4, 4, 1)],
+        64: [BwdTile(128, 128, 2, 8, 4, 4, 4, 1, Room.RAW), BwdTile(64, 128, 1, 8, 2, 4, 4, 1)],
         96: [BwdTile(64, 128, 2, 8, 2, 4, 4, 1), BwdTile(64, 64, 2, 8, 2, 4, 4, 1)],
         # 0.98, 0.96; 4 query warps 0.94, 0.90; one stage 0.82, 0.84; 64x64 0.65 to 0.71
         128: [

@@ -28,11 +28,19 @@ struct Softmax {
       }
   }
 
-  // x becomes p = exp(x - max); `out` so far is brought to the new maximum. Rows are taken together, one step after the other:
-  // each row is a chain of dependent instructions, and one chain runs in another's gaps.
-  template <int kN, int kNV>
-  __device__ __forceinline__ void update(warp::Fragment<kM, kN, T>& x, warp::Fragment<kM, kNV, T>& out, T fold) {
-    T before[kM][2], folded[kM][2];
+  // From one key tile to the next.
+  struct Step {
+    T rescale[kM][2];  // what `out` and `sum` so far are to be multiplied with: the same rounding as in the exponents
+    T folded[kM][2];   // what exponents subtract: the new maximum, or 0 where x has lost it already
+    bool has_risen;    // some maximum of the warp; else every factor is 1
+  };
+
+  // The maxima of this tile too. Rows are taken together, one step after the other: each row is a chain of dependent instructions,
+  // and one chain runs in another's gaps.
+  template <int kN>
+  __device__ __forceinline__ Step raise(warp::Fragment<kM, kN, T>& x, T fold) {
+    Step step;
+    T before[kM][2];
     bool is_large = false, has_risen = false;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -48,43 +56,59 @@ struct Softmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         max[m][half] = warp::row_max(max[m][half]);
-        folded[m][half] = ptx::mul(reference(m, half), fold);
-        is_large |= ptx::abs(folded[m][half]) > kLargeExponent;
+        step.folded[m][half] = ptx::mul(reference(m, half), fold);
+        is_large |= ptx::abs(step.folded[m][half]) > kLargeExponent;
         has_risen |= max[m][half] != before[m][half];
       }
     const bool is_subtracted = kIsExact || __any_sync(kFullWarp, is_large);
-    if (is_subtracted) {
+    step.has_risen = __any_sync(kFullWarp, has_risen);
 #pragma unroll
-      for (int m = 0; m < kM; ++m)
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const T fall = is_subtracted ? (before[m][half] - reference(m, half)) * fold : ptx::mul(before[m][half], fold) - step.folded[m][half];
+        step.rescale[m][half] = ptx::exp2(fall);
+        if (!is_subtracted) continue;
+        step.folded[m][half] = 0;
 #pragma unroll
         for (int n = 0; n < kN; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) x.x[m][n][i] -= reference(m, i / 2);
-    }
-    if (__any_sync(kFullWarp, has_risen)) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          // Either way the same rounding as in the exponents.
-          const T fall = is_subtracted ? (before[m][half] - reference(m, half)) * fold : ptx::mul(before[m][half], fold) - folded[m][half];
-          const T rescale = ptx::exp2(fall);
-          sum[m][half] *= rescale;
-#pragma unroll
-          for (int n = 0; n < kNV; ++n)
-#pragma unroll
-            for (int i = 2 * half; i < 2 * half + 2; ++i) out.x[m][n][i] *= rescale;
-        }
-    }
+          for (int i = 2 * half; i < 2 * half + 2; ++i) x.x[m][n][i] -= reference(m, half);
+      }
+    return step;
+  }
+
+  // x becomes p = exp(x - max), and is added to the sums.
+  template <int kN>
+  __device__ __forceinline__ void add(warp::Fragment<kM, kN, T>& x, const Step& step, T fold) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int n = 0; n < kN; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          x.x[m][n][i] = ptx::exp2(ptx::fma(x.x[m][n][i], fold, is_subtracted ? T(0) : -folded[m][i / 2]));
+          x.x[m][n][i] = ptx::exp2(ptx::fma(x.x[m][n][i], fold, -step.folded[m][i / 2]));
           sum[m][i / 2] += x.x[m][n][i];
         }
+  }
+
+  // All of it: x becomes p, and `out` so far is brought to the new maximum.
+  template <int kN, int kNV>
+  __device__ __forceinline__ void update(warp::Fragment<kM, kN, T>& x, warp::Fragment<kM, kNV, T>& out, T fold) {
+    const Step step = raise(x, fold);
+    if (step.has_risen) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          sum[m][half] *= step.rescale[m][half];
+#pragma unroll
+          for (int n = 0; n < kNV; ++n)
+#pragma unroll
+            for (int i = 2 * half; i < 2 * half + 2; ++i) out.x[m][n][i] *= step.rescale[m][half];
+        }
+    }
+    add(x, step, fold);
   }
 
   // The row's log-sum-exp in natural units, the sink included, and the factor that turns `out` into the result. `unit` brings max to

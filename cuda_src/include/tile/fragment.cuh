@@ -63,12 +63,14 @@ template <class T, int kBytes, bool kAdd, int kM, int kN, class A>
 __device__ __forceinline__ void store_global(T* gmem, int64 row_stride, int rows, int cols, const Fragment<kM, kN, A>& f) {
   const bool odd = lane() & 1;
   constexpr bool kVector = !kAdd && kIsSame<A, float> && kBytes >= 4 * static_cast<int>(sizeof(T)) && kN % 2 == 0;
+  const int first = kVector ? 8 * odd + lane() % 4 / 2 * 4 : fragment_col(0);  // of this lane's columns in the first tile, or pair
+  const int room = cols - first;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 16 * m + fragment_row(2 * half);
-      T* const dst = gmem + row * row_stride;
+      T* const dst = gmem + row * row_stride + first;
       if constexpr (kVector) {
 #pragma unroll
         for (int n = 0; n < kN; n += 2) {
@@ -81,15 +83,14 @@ __device__ __forceinline__ void store_global(T* gmem, int64 row_stride, int rows
           v[1] = odd ? got1 : even_tile[1];
           v[2] = odd ? odd_tile[0] : got0;
           v[3] = odd ? odd_tile[1] : got1;
-          const int col = 8 * (n + odd) + lane() % 4 / 2 * 4;
           if (row >= rows) continue;
-          if (col + 4 <= cols) {
-            if constexpr (kIsHalf<T>) *reinterpret_cast<uint2*>(dst + col) = make_uint2(pack<T>(v[0], v[1]), pack<T>(v[2], v[3]));
-            else *reinterpret_cast<float4*>(dst + col) = make_float4(v[0], v[1], v[2], v[3]);
+          if (8 * n + 4 <= room) {
+            if constexpr (kIsHalf<T>) *reinterpret_cast<uint2*>(dst + 8 * n) = make_uint2(pack<T>(v[0], v[1]), pack<T>(v[2], v[3]));
+            else *reinterpret_cast<float4*>(dst + 8 * n) = make_float4(v[0], v[1], v[2], v[3]);
           } else {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-              if (col + i < cols) dst[col + i] = convert<T>(v[i]);
+              if (8 * n + i < room) dst[8 * n + i] = convert<T>(v[i]);
           }
         }
       } else if (row < rows) {
@@ -97,10 +98,9 @@ __device__ __forceinline__ void store_global(T* gmem, int64 row_stride, int rows
         for (int n = 0; n < kN; ++n)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const int col = 8 * n + fragment_col(i);
-            if (col >= cols) continue;
+            if (8 * n + i >= room) continue;
             const A value = f.x[m][n][2 * half + i];
-            dst[col] = convert<T>(kAdd ? value + convert<A>(dst[col]) : value);
+            dst[8 * n + i] = convert<T>(kAdd ? value + convert<A>(dst[8 * n + i]) : value);
           }
       }
     }

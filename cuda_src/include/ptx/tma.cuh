@@ -1,11 +1,10 @@
 // Bulk tensor copies between global and shared memory by the copy engine (sm_90): boxes of a 4-D tensor (column, row, head, batch),
 // whose rows arrive swizzled as the map says. What lies outside the tensor arrives as zeros, and is not written.
 #pragma once
+#include "params.cuh"
 #include "ptx/mbarrier.cuh"
 
 namespace cf::ptx {
-
-struct alignas(64) TensorMap { uint64 words[16]; };  // made by cuTensorMapEncodeTiled
 
 // The box's bytes are counted on the barrier, those outside the tensor too.
 __device__ __forceinline__ void tma_load(void* dst, const TensorMap& map, Barrier& barrier, int col, int row, int head, int batch) {

@@ -36,9 +36,9 @@ __device__ __forceinline__ uint64 advance(uint64 descriptor, int bytes) { return
 #define CF_16(d, i) CF_8(d, i), CF_8(d, (i) + 8)
 #define CF_32(d, i) CF_16(d, i), CF_16(d, (i) + 16)
 #define CF_64(d, i) CF_32(d, i), CF_32(d, (i) + 32)
-#define CF_LIST_64 \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
-  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define CF_LIST_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define CF_LIST_48 CF_LIST_32 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define CF_LIST_64 CF_LIST_48 ",%24,%25,%26,%27,%28,%29,%30,%31"
 #define CF_LIST_80 CF_LIST_64 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define CF_LIST_96 CF_LIST_80 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define CF_LIST_112 CF_LIST_96 ",%48,%49,%50,%51,%52,%53,%54,%55"
@@ -49,6 +49,8 @@ __device__ __forceinline__ uint64 advance(uint64 descriptor, int bytes) { return
 #define CF_LIST_256 \
   CF_LIST_192 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
   ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define CF_REGISTERS_32(d) CF_16(d, 0)
+#define CF_REGISTERS_48(d) CF_16(d, 0), CF_8(d, 16)
 #define CF_REGISTERS_64(d) CF_32(d, 0)
 #define CF_REGISTERS_80(d) CF_32(d, 0), CF_8(d, 32)
 #define CF_REGISTERS_96(d) CF_32(d, 0), CF_16(d, 32)
@@ -82,6 +84,10 @@ struct Wgmma;
                      "n"(static_cast<int>(kIsMajorN)));                                                                            \
     }                                                                                                                              \
   }
+CF_WGMMA(32, bf16, "bf16", 16, 17, 18, 19, 20, 21, 22);
+CF_WGMMA(32, fp16, "f16", 16, 17, 18, 19, 20, 21, 22);
+CF_WGMMA(48, bf16, "bf16", 24, 25, 26, 27, 28, 29, 30);
+CF_WGMMA(48, fp16, "f16", 24, 25, 26, 27, 28, 29, 30);
 CF_WGMMA(64, bf16, "bf16", 32, 33, 34, 35, 36, 37, 38);
 CF_WGMMA(64, fp16, "f16", 32, 33, 34, 35, 36, 37, 38);
 CF_WGMMA(80, bf16, "bf16", 40, 41, 42, 43, 44, 45, 46);

@@ -1,0 +1,382 @@
+// The forward on Hopper: out = softmax(x) v and the natural-log LSE, for 16-bit types, by wgmma and the copy engine.
+//
+//   producer, one warp, for each query tile: publishes it, then loads q, k(j + 1), v(j) tile by tile through a ring of kStages
+//   consumers, 64 rows each, for each key tile from the last to the first:
+//     issue s(j) = q k(j)^T;   out *= r(j - 1);   issue out += p(j - 1) v(j - 1)
+//     wait for s(j);   p(j), r(j) = online softmax of s(j), while the product with v(j - 1) runs;   wait for out
+//   at the end: out / l through the consumer's own rows of q, lse = m + log(l)
+//
+// Threads   kConsumers warpgroups behind the producer's, whose registers they take over.
+// Shared    q [kQueryTile, kHeadDim], k [kStages][kKeyTile, kHeadDim], v [kStages][kKeyTile, kHeadDimV], in panels of 64 columns as the
+//           copy engine swizzles them.
+// Barriers  full: one arrival, of the thread that asks for the copies, and their bytes. empty: one arrival a consumer warpgroup, after the
+//           wait that proves its products done. A ring's n-th tile is in stage n % kStages and phase n / kStages. q's guard the
+//           published tile too: full, it can be read; empty, the result has left q's place and the tile is done with.
+// Order     the longest rows of a masked problem first, one tile a block; else a block of the grid takes every gridDim.x-th tile.
+#include "attn/dropout.cuh"
+#include "attn/scores.cuh"
+#include "attn/softmax.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace cf {
+
+constexpr int kGroup = 128;  // threads of a warpgroup
+constexpr int kRows = 64;    // of a consumer
+constexpr int kConsumers = kQueryTile / kRows;
+constexpr int kThreads = kGroup * (1 + kConsumers);
+static_assert(kThreads == kWarps * kWarpSize && kQueryTile == kConsumers * kRows);
+static_assert(kConsumers == 2 || kConsumers == 3);
+constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32, kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+constexpr int kPanel = 64;  // columns
+constexpr int kPanels = kHeadDim / kPanel, kPanelsV = kHeadDimV / kPanel;
+static_assert(kHeadDim % kPanel == 0 && kHeadDimV % kPanel == 0 && kKeyTile % 16 == 0);
+
+// A query tile, as the producer publishes it.
+struct Tile {
+  attn::Sequence sequence;
+  int head;
+  int kv_head;
+  int query_begin;
+  int end;    // key tiles [end - count, end)
+  int count;  // 0: there are no more
+};
+
+struct alignas(1024) Smem {  // a swizzle repeats every 1024 bytes
+  Element q[kPanels][kQueryTile][kPanel];
+  Element k[kStages][kPanels][kKeyTile][kPanel];
+  Element v[kStages][kPanelsV][kKeyTile][kPanel];
+  ptx::Barrier q_full, q_empty, k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+  Tile tiles[2];  // in turn: the producer's next one is written while the consumers read theirs
+};
+static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
+constexpr int kKeyBytes = sizeof(Smem::k) / kStages, kValueBytes = sizeof(Smem::v) / kStages;
+constexpr int kQueryPanelBytes = kQueryTile * kPanel * 2, kKeyPanelBytes = kKeyTile * kPanel * 2;
+constexpr bool kStoresBoxes = kIsSame<OutElement, Element> && kHeadDimV <= kHeadDim;  // out passes through q's place
+
+using Switches = attn::Switches<float, BiasElement, kIsMasked, kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative, true>;
+using SFragment = warp::Fragment<1, kKeyTile / 8>;
+using OutFragment = warp::Fragment<1, kHeadDimV / 8>;
+using Softmax = attn::Softmax<1, float, false>;
+
+template <int kN>
+__device__ __forceinline__ float (&registers(warp::Fragment<1, kN>& f))[4 * kN] { return reinterpret_cast<float (&)[4 * kN]>(f.x); }
+
+// All heads in turn: were a head's tiles neighbours, a block of the grid would come upon the same tile of every head wherever their
+// number divides the grid's.
+__device__ __forceinline__ int number_of(const Problem& problem, int block, int blocks) {
+  if (!kIsMasked) return block;
+  const int lines = blocks / problem.tiles_q;  // heads of all batches
+  return block % lines * problem.tiles_q + problem.tiles_q - 1 - block / lines;
+}
+
+template <class T, int kPanelCount, int kRowsOfBox>
+__device__ __forceinline__ void load(T (&panels)[kPanelCount][kRowsOfBox][kPanel], const TensorMap& map, ptx::Barrier& full, int row,
+                                     int head, int batch) {
+  ptx::mbarrier_expect(full, sizeof(panels));
+#pragma unroll
+  for (int panel = 0; panel < kPanelCount; ++panel) ptx::tma_load(panels[panel], map, full, panel * kPanel, row, head, batch);
+}
+
+// Zeros and -inf (or the sink) for rows that see no key.
+__device__ __forceinline__ void store_empty(const FwdSm90Params& params, const Tile& tile) {
+  const attn::Sequence& seq = tile.sequence;
+  const bool has_sink = params.scores.sink && !seq.is_slack;
+  const float lse = has_sink ? static_cast<const float*>(params.scores.sink)[tile.head] : -kInfinity;
+  for (int query = tile.query_begin; query < min_of(tile.query_begin + kQueryTile, seq.len_q); ++query) {
+    OutElement* out = attn::rows<OutElement>(params.out, seq, seq.q_begin, tile.head, query);
+    for (int col = threadIdx.x; col < params.problem.head_dim_v; col += kWarpSize) out[col] = convert<OutElement>(0.0f);
+    if (threadIdx.x == 0) attn::rows<float>(params.lse, seq, seq.q_begin, tile.head, query)[0] = lse;
+  }
+}
+
+// By a whole warp, as finding a packed tile takes one; its first lane asks for the copies.
+__device__ __forceinline__ void produce(Smem& smem, const FwdSm90Params& params) {
+  const Problem& problem = params.problem;
+  const bool is_lead = threadIdx.x == 0;
+  int n = 0, published = 0;  // key tiles in the ring, and query tiles, so far
+  for (int block = blockIdx.x; block < params.blocks; block += gridDim.x) {
+    const attn::Work work = attn::find_work<true, kQueryTile>(problem, number_of(problem, block, params.blocks));
+    if (work.tile < 0) continue;
+    // What is published is read back from there: the producer has few registers.
+    Tile& tile = smem.tiles[published % 2];
+    if (is_lead) {
+      const attn::Band<kIsMasked> band(problem, work.sequence);
+      const int begin = work.tile * kQueryTile;
+      const attn::Range keys = band.keys_of(begin, min_of(begin + kQueryTile, work.sequence.len_q));
+      tile.sequence = work.sequence;
+      tile.head = work.head;
+      tile.kv_head = work.head / (problem.heads_q / problem.heads_kv);
+      tile.query_begin = begin;
+      tile.end = ceil_div(keys.end, kKeyTile);
+      tile.count = keys.begin < keys.end ? tile.end - keys.begin / kKeyTile : 0;
+    }
+    __syncwarp();
+    if (tile.count == 0) {
+      store_empty(params, tile);
+      __syncwarp();
+      continue;
+    }
+    if (!is_lead) {
+      ++published;
+      continue;
+    }
+    const auto load_k = [&](int i) {
+      const int stage = (n + i) % kStages;
+      ptx::mbarrier_wait(smem.k_empty[stage], (n + i) / kStages % 2 ^ 1);
+      load(smem.k[stage], params.k, smem.k_full[stage], tile.sequence.k_begin + (tile.end - 1 - i) * kKeyTile, tile.kv_head,
+           tile.sequence.batch);
+    };
+    const auto load_v = [&](int i) {
+      const int stage = (n + i) % kStages;
+      ptx::mbarrier_wait(smem.v_empty[stage], (n + i) / kStages % 2 ^ 1);
+      load(smem.v[stage], params.v, smem.v_full[stage], tile.sequence.k_begin + (tile.end - 1 - i) * kKeyTile, tile.kv_head,
+           tile.sequence.batch);
+    };
+    load_k(0);
+    ptx::mbarrier_wait(smem.q_empty, published % 2 ^ 1);
+    load(smem.q, params.q, smem.q_full, tile.sequence.q_begin + tile.query_begin, tile.head, tile.sequence.batch);
+    for (int i = 0; i < tile.count; ++i) {
+      if (i + 1 < tile.count) load_k(i + 1);
+      load_v(i);
+    }
+    n += tile.count;
+    ++published;
+  }
+  if (!is_lead) return;
+  ptx::mbarrier_wait(smem.q_empty, published % 2 ^ 1);
+  smem.tiles[published % 2].count = 0;
+  ptx::mbarrier_arrive(smem.q_full);
+}
+
+// s = q k^T of this consumer's rows.
+__device__ __forceinline__ void multiply_keys(SFragment& s, uint64 q, uint64 k) {
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    const int panel = step / 4, inside = step % 4 * 32;
+    ptx::Wgmma<Element, kKeyTile>::template shared<false>(registers(s), ptx::advance(q, panel * kQueryPanelBytes + inside),
+                                                          ptx::advance(k, panel * kKeyPanelBytes + inside), step > 0);
+  }
+}
+// out += p v.
+__device__ __forceinline__ void multiply_values(OutFragment& out, const uint32 (&p)[kKeyTile / 16][4], uint64 v) {
+#pragma unroll
+  for (int step = 0; step < kKeyTile / 16; ++step)
+    ptx::Wgmma<Element, kHeadDimV>::template registers<true>(registers(out), p[step], ptx::advance(v, step * 16 * kPanel * 2), true);
+}
+
+// 16 columns of an accumulator as pairs of 16 bits.
+template <int kN>
+__device__ __forceinline__ void pack_pairs(uint32 (&pairs)[4], const warp::Fragment<1, kN>& f, int step) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* pair = f.x[0][2 * step + i / 2] + i % 2 * 2;
+    pairs[i] = pack<Element>(pair[0], pair[1]);
+  }
+}
+__device__ __forceinline__ void pack_probabilities(uint32 (&p)[kKeyTile / 16][4], const SFragment& s) {
+#pragma unroll
+  for (int step = 0; step < kKeyTile / 16; ++step) pack_pairs(p[step], s, step);
+}
+
+__device__ __forceinline__ void multiply_rows(OutFragment& out, const float (&factor)[2]) {
+#pragma unroll
+  for (int n = 0; n < kHeadDimV / 8; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out.x[0][n][i] *= factor[i / 2];
+}
+// The same, but a factor of 0 makes zeros of NaNs too.
+__device__ __forceinline__ void select_rows(OutFragment& out, const float (&factor)[2], float scale) {
+#pragma unroll
+  for (int n = 0; n < kHeadDimV / 8; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out.x[0][n][i] = factor[i / 2] == 0 ? 0.0f : out.x[0][n][i] * (factor[i / 2] * scale);
+}
+
+// What lies behind a sequence's last key is another's, or dead: its p is 0, but 0 times a NaN is none. Each consumer zeroes it for itself.
+template <int kConsumer>
+__device__ __forceinline__ void zero_values(Element (&v)[kPanelsV][kKeyTile][kPanel], int first_row) {
+  constexpr int kChunk = 16 / sizeof(Element), kChunks = kPanel / kChunk;
+  for (int i = threadIdx.x % kGroup; i < (kKeyTile - first_row) * kPanelsV * kChunks; i += kGroup)
+    *reinterpret_cast<uint4*>(&v[i / kChunks % kPanelsV][first_row + i / kChunks / kPanelsV][i % kChunks * kChunk]) = uint4{0, 0, 0, 0};
+  ptx::fence_async_proxy();
+  ptx::named_barrier_sync<1 + kConsumer, kGroup>();
+}
+
+// The same number; but what depends on it is worked out here, and not kept in registers over the loop over tiles.
+__device__ __forceinline__ int here(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// out, of which all products of this consumer's rows of q are done: through their place, or from registers where a box would reach into
+// another sequence.
+template <int kConsumer>
+__device__ __forceinline__ void store(Smem& smem, const FwdSm90Params& params, const Tile& tile, const OutFragment& out) {
+  const attn::Sequence& seq = tile.sequence;
+  const int first = tile.query_begin + kConsumer * kRows;
+  const bool is_lead = threadIdx.x % kGroup == 0;
+  if (kStoresBoxes && (!params.problem.cu_seqlens_q || first + kRows <= seq.len_q)) {
+    const int thread = here(threadIdx.x % kGroup), lane = thread % kWarpSize;
+    const int row = kConsumer * kRows + thread / kWarpSize * 16 + lane % 16;
+#pragma unroll
+    for (int step = 0; step < kHeadDimV / 16; ++step) {
+      uint32 pairs[4];
+      pack_pairs(pairs, out, step);
+      const int chunk = 2 * (step % 4) + lane / 16;
+      ptx::stmatrix(ptx::shared_address(&smem.q[step / 4][row][(chunk ^ row % 8) * 8]), pairs);
+    }
+    ptx::fence_async_proxy();
+    ptx::named_barrier_sync<1 + kConsumer, kGroup>();
+    if (is_lead) {
+#pragma unroll
+      for (int panel = 0; panel < kPanelsV; ++panel)
+        ptx::tma_store(params.out_boxes, smem.q[panel][kConsumer * kRows], panel * kPanel, seq.q_begin + first, tile.head, seq.batch);
+      ptx::tma_commit();
+      ptx::tma_wait_read();
+    }
+  } else {
+    const int row = first + threadIdx.x % kGroup / kWarpSize * 16;
+    warp::store_global<OutElement, kCopyBytes, false>(attn::rows<OutElement>(params.out, seq, seq.q_begin, tile.head, row),
+                                                      params.out.stride_n, seq.len_q - row, params.problem.head_dim_v, out);
+  }
+  if (is_lead) ptx::mbarrier_arrive(smem.q_empty);
+}
+
+template <int kConsumer>
+__device__ __forceinline__ void consume(Smem& smem, const FwdSm90Params& params) {
+  const Problem& problem = params.problem;
+  const bool is_lead = threadIdx.x % kGroup == 0;
+  const int warp_row = kConsumer * kRows + threadIdx.x % kGroup / kWarpSize * 16;
+  const uint64 q = ptx::descriptor(ptx::shared_address(smem.q[0][kConsumer * kRows]), 16);
+  const uint64 k = ptx::descriptor(ptx::shared_address(smem.k), 16), v = ptx::descriptor(ptx::shared_address(smem.v), kKeyPanelBytes);
+  const float fold = params.scores.fold, unit = params.scores.fold * kLn2;
+  int n = 0;  // as the producer counts
+  for (int seen = 0;; ++seen) {
+    const Tile& tile = smem.tiles[seen % 2];
+    ptx::mbarrier_wait(smem.q_full, seen % 2);
+    if (tile.count == 0) return;
+    const attn::Sequence& seq = tile.sequence;
+    const int query = tile.query_begin + warp_row, end = tile.end, count = tile.count;
+    const attn::ScoreMap<Switches> scores(problem, params.scores, seq, tile.head);
+    Softmax softmax;
+    SFragment s;
+    OutFragment out;
+    uint32 p[kKeyTile / 16][4];
+    float rescale[2];
+    const auto probabilities = [&](int i) {  // s becomes p; whether `out` is to be multiplied with `rescale`
+      const int key = (end - 1 - i) * kKeyTile;
+      scores.apply(s, query, key, static_cast<SFragment*>(nullptr));
+      const Softmax::Step step = softmax.raise(s, fold);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        rescale[half] = step.rescale[0][half];
+        softmax.sum[0][half] *= rescale[half];
+      }
+      softmax.add(s, step, fold);
+      if constexpr (kHasDropout) {  // the LSE is of the undropped row
+        const attn::Dropout dropout(params.scores, problem, seq, tile.head);
+        dropout.for_each(s, query, key, [](float& p, bool is_kept) { p = is_kept ? p : 0.0f; });
+      }
+      return step.has_risen;
+    };
+    ptx::mbarrier_wait(smem.k_full[n % kStages], n / kStages % 2);
+    ptx::pin(registers(s));
+    ptx::wgmma_fence();
+    multiply_keys(s, q, ptx::advance(k, n % kStages * kKeyBytes));
+    ptx::wgmma_commit();
+    out.zero();
+    ptx::wgmma_wait<0>();
+    ptx::pin(registers(s));
+    if (is_lead) ptx::mbarrier_arrive(smem.k_empty[n % kStages]);
+    probabilities(0);
+    bool has_risen = false;  // the first product finds zeros
+    pack_probabilities(p, s);
+    const int live_rows = seq.len_k - (end - 1) * kKeyTile;  // of the first tile; a tensor's end reads as zeros anyway
+    if (live_rows < kKeyTile && (problem.cu_seqlens_k || seq.len_k < problem.len_k)) {
+      ptx::mbarrier_wait(smem.v_full[n % kStages], n / kStages % 2);
+      zero_values<kConsumer>(smem.v[n % kStages], live_rows);
+    }
+
+    for (int i = 1; i < count; ++i) {
+      const int k_stage = (n + i) % kStages, v_stage = (n + i - 1) % kStages;
+      ptx::mbarrier_wait(smem.k_full[k_stage], (n + i) / kStages % 2);
+      ptx::pin(registers(s));
+      ptx::wgmma_fence();
+      multiply_keys(s, q, ptx::advance(k, k_stage * kKeyBytes));
+      ptx::wgmma_commit();
+      if (has_risen) multiply_rows(out, rescale);
+      ptx::mbarrier_wait(smem.v_full[v_stage], (n + i - 1) / kStages % 2);
+      ptx::pin(registers(out));
+      ptx::wgmma_fence();
+      multiply_values(out, p, ptx::advance(v, v_stage * kValueBytes));
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<1>();
+      ptx::pin(registers(s));
+      if (is_lead) ptx::mbarrier_arrive(smem.k_empty[k_stage]);
+      has_risen = probabilities(i);
+      ptx::wgmma_wait<0>();
+      ptx::pin(registers(out));
+      if (is_lead) ptx::mbarrier_arrive(smem.v_empty[v_stage]);
+      pack_probabilities(p, s);
+    }
+
+    const int last = n + count - 1;
+    if (has_risen) multiply_rows(out, rescale);
+    ptx::mbarrier_wait(smem.v_full[last % kStages], last / kStages % 2);
+    ptx::pin(registers(out));
+    ptx::wgmma_fence();
+    multiply_values(out, p, ptx::advance(v, last % kStages * kValueBytes));
+    ptx::wgmma_commit();
+    const bool has_sink = params.scores.sink && !seq.is_slack;
+    const float sink = has_sink ? static_cast<const float*>(params.scores.sink)[tile.head] : 0;
+    float factor[2], lse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      lse[half] = softmax.finish(0, half, unit, has_sink, sink, factor[half]);
+    ptx::wgmma_wait<0>();
+    ptx::pin(registers(out));
+    if (is_lead) ptx::mbarrier_arrive(smem.v_empty[last % kStages]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = tile.query_begin + warp_row + warp::fragment_row(2 * half);
+      if (row < seq.len_q && warp::lane() % 4 == 0) attn::rows<float>(params.lse, seq, seq.q_begin, tile.head, row)[0] = lse[half];
+    }
+    select_rows(out, factor, kHasDropout ? float(params.scores.keep_scale) : 1.0f);
+    store<kConsumer>(smem, params, tile, out);
+    n += count;
+  }
+}
+
+}  // namespace cf
+
+extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) fwd_sm90(const __grid_constant__ cf::FwdSm90Params params) {
+  using namespace cf;
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(smem.q_full, 1);
+    ptx::mbarrier_init(smem.q_empty, kConsumers);
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      ptx::mbarrier_init(smem.k_full[stage], 1);
+      ptx::mbarrier_init(smem.v_full[stage], 1);
+      ptx::mbarrier_init(smem.k_empty[stage], kConsumers);
+      ptx::mbarrier_init(smem.v_empty[stage], kConsumers);
+    }
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+  const int group = __shfl_sync(kFullWarp, threadIdx.x / kGroup, 0);  // uniform, so that roles are no divergence
+  if (group == 0) {
+    ptx::give_registers<kProducerRegisters>();
+    if (threadIdx.x < kWarpSize) produce(smem, params);
+  } else {
+    ptx::take_registers<kConsumerRegisters>();
+    if (group == 1) consume<0>(smem, params);
+    else if (group == 2) consume<1>(smem, params);
+    else if constexpr (kConsumers == 3) consume<2>(smem, params);
+  }
+}
