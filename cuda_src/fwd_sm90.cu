@@ -10,9 +10,9 @@
 // Shared    q [kQueryTile, kHeadDim], k [kStages][kKeyTile, kHeadDim], v [kStages][kKeyTile, kHeadDimV], in panels of 64 columns as the
 //           copy engine swizzles them.
 // Barriers  full: one arrival, of the thread that asks for the copies, and their bytes. empty: one arrival a consumer warpgroup, after the
-//           wait that proves its products done. A ring's n-th tile is in stage n % kStages and phase n / kStages. q's guard the
-//           published tile too: full, it can be read; empty, the result has left q's place and the tile is done with.
-// Order     the longest rows of a masked problem first, one tile a block; else a block of the grid takes every gridDim.x-th tile.
+//           wait that proves its products done. q's guard the published tile too: full, it can be read; empty, the result has left q's
+//           place. Where that is but one of two, it is waited for within the next tile.
+// Order     the longest rows of a masked problem first. A block takes one tile of every gridDim.x, in turn from either end.
 #include "attn/dropout.cuh"
 #include "attn/scores.cuh"
 #include "attn/softmax.cuh"
@@ -28,7 +28,7 @@ constexpr int kRows = 64;    // of a consumer
 constexpr int kConsumers = kQueryTile / kRows;
 constexpr int kThreads = kGroup * (1 + kConsumers);
 static_assert(kThreads == kWarps * kWarpSize && kQueryTile == kConsumers * kRows);
-static_assert(kConsumers == 2 || kConsumers == 3);
+static_assert((kConsumers == 2 || kConsumers == 3) && (kQueryStages == 1 || kQueryStages == 2));
 constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32, kConsumerRegisters = kConsumers == 2 ? 232 : 160;
 constexpr int kPanel = 64;  // columns
 constexpr int kPanels = kHeadDim / kPanel, kPanelsV = kHeadDimV / kPanel;
@@ -45,14 +45,14 @@ struct Tile {
 };
 
 struct alignas(1024) Smem {  // a swizzle repeats every 1024 bytes
-  Element q[kPanels][kQueryTile][kPanel];
+  Element q[kQueryStages][kPanels][kQueryTile][kPanel];
   Element k[kStages][kPanels][kKeyTile][kPanel];
   Element v[kStages][kPanelsV][kKeyTile][kPanel];
-  ptx::Barrier q_full, q_empty, k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  Tile tiles[2];  // in turn: the producer's next one is written while the consumers read theirs
+  ptx::Barrier q_full[kQueryStages], q_empty[kQueryStages], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+  Tile tiles[kQueryStages + 1];  // in turn: the producer's next one is written while the consumers may read all before
 };
 static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
-constexpr int kKeyBytes = sizeof(Smem::k) / kStages, kValueBytes = sizeof(Smem::v) / kStages;
+constexpr int kQueryBytes = sizeof(Smem::q) / kQueryStages, kKeyBytes = sizeof(Smem::k) / kStages, kValueBytes = sizeof(Smem::v) / kStages;
 constexpr int kQueryPanelBytes = kQueryTile * kPanel * 2, kKeyPanelBytes = kKeyTile * kPanel * 2;
 constexpr bool kStoresBoxes = kIsSame<OutElement, Element> && kHeadDimV <= kHeadDim;  // out passes through q's place
 
@@ -63,6 +63,23 @@ using Softmax = attn::Softmax<1, float, false>;
 
 template <int kN>
 __device__ __forceinline__ float (&registers(warp::Fragment<1, kN>& f))[4 * kN] { return reinterpret_cast<float (&)[4 * kN]>(f.x); }
+
+// Where a role stands in a ring of stages. A phase's parity is what its barriers are waited for by.
+template <int kCount>
+struct Ring {
+  int stage = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage < kCount) return;
+    stage = 0;
+    parity ^= 1;
+  }
+};
+
+// The tile that this block takes in a round of the grid; negative after the last.
+__device__ __forceinline__ int block_of(int round, int blocks) {
+  const int block = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  return block < blocks ? block : -1;
+}
 
 // All heads in turn: were a head's tiles neighbours, a block of the grid would come upon the same tile of every head wherever their
 // number divides the grid's.
@@ -96,12 +113,16 @@ __device__ __forceinline__ void store_empty(const FwdSm90Params& params, const T
 __device__ __forceinline__ void produce(Smem& smem, const FwdSm90Params& params) {
   const Problem& problem = params.problem;
   const bool is_lead = threadIdx.x == 0;
-  int n = 0, published = 0;  // key tiles in the ring, and query tiles, so far
-  for (int block = blockIdx.x; block < params.blocks; block += gridDim.x) {
+  Ring<kQueryStages> queries;
+  Ring<kQueryStages + 1> published;
+  Ring<kStages> keys_ring, values_ring;
+  for (int round = 0; round * gridDim.x < params.blocks; ++round) {
+    const int block = block_of(round, params.blocks);
+    if (block < 0) break;  // only the last round is not whole
     const attn::Work work = attn::find_work<true, kQueryTile>(problem, number_of(problem, block, params.blocks));
     if (work.tile < 0) continue;
     // What is published is read back from there: the producer has few registers.
-    Tile& tile = smem.tiles[published % 2];
+    Tile& tile = smem.tiles[published.stage];
     if (is_lead) {
       const attn::Band<kIsMasked> band(problem, work.sequence);
       const int begin = work.tile * kQueryTile;
@@ -119,36 +140,32 @@ __device__ __forceinline__ void produce(Smem& smem, const FwdSm90Params& params)
       __syncwarp();
       continue;
     }
-    if (!is_lead) {
-      ++published;
-      continue;
-    }
-    const auto load_k = [&](int i) {
-      const int stage = (n + i) % kStages;
-      ptx::mbarrier_wait(smem.k_empty[stage], (n + i) / kStages % 2 ^ 1);
-      load(smem.k[stage], params.k, smem.k_full[stage], tile.sequence.k_begin + (tile.end - 1 - i) * kKeyTile, tile.kv_head,
+    published.advance();
+    if (!is_lead) continue;
+    int next = tile.end;  // key tile
+    const auto load_k = [&] {
+      ptx::mbarrier_wait(smem.k_empty[keys_ring.stage], keys_ring.parity ^ 1);
+      load(smem.k[keys_ring.stage], params.k, smem.k_full[keys_ring.stage], tile.sequence.k_begin + --next * kKeyTile, tile.kv_head,
            tile.sequence.batch);
+      keys_ring.advance();
     };
-    const auto load_v = [&](int i) {
-      const int stage = (n + i) % kStages;
-      ptx::mbarrier_wait(smem.v_empty[stage], (n + i) / kStages % 2 ^ 1);
-      load(smem.v[stage], params.v, smem.v_full[stage], tile.sequence.k_begin + (tile.end - 1 - i) * kKeyTile, tile.kv_head,
-           tile.sequence.batch);
-    };
-    load_k(0);
-    ptx::mbarrier_wait(smem.q_empty, published % 2 ^ 1);
-    load(smem.q, params.q, smem.q_full, tile.sequence.q_begin + tile.query_begin, tile.head, tile.sequence.batch);
-    for (int i = 0; i < tile.count; ++i) {
-      if (i + 1 < tile.count) load_k(i + 1);
-      load_v(i);
+    load_k();
+    ptx::mbarrier_wait(smem.q_empty[queries.stage], queries.parity ^ 1);
+    load(smem.q[queries.stage], params.q, smem.q_full[queries.stage], tile.sequence.q_begin + tile.query_begin, tile.head,
+         tile.sequence.batch);
+    queries.advance();
+    for (int i = 1; i <= tile.count; ++i) {
+      if (i < tile.count) load_k();
+      ptx::mbarrier_wait(smem.v_empty[values_ring.stage], values_ring.parity ^ 1);
+      load(smem.v[values_ring.stage], params.v, smem.v_full[values_ring.stage], tile.sequence.k_begin + (tile.end - i) * kKeyTile,
+           tile.kv_head, tile.sequence.batch);
+      values_ring.advance();
     }
-    n += tile.count;
-    ++published;
   }
   if (!is_lead) return;
-  ptx::mbarrier_wait(smem.q_empty, published % 2 ^ 1);
-  smem.tiles[published % 2].count = 0;
-  ptx::mbarrier_arrive(smem.q_full);
+  ptx::mbarrier_wait(smem.q_empty[queries.stage], queries.parity ^ 1);
+  smem.tiles[published.stage].count = 0;
+  ptx::mbarrier_arrive(smem.q_full[queries.stage]);
 }
 
 // s = q k^T of this consumer's rows.
@@ -214,7 +231,8 @@ __device__ __forceinline__ int here(int x) {
 // out, of which all products of this consumer's rows of q are done: through their place, or from registers where a box would reach into
 // another sequence.
 template <int kConsumer>
-__device__ __forceinline__ void store(Smem& smem, const FwdSm90Params& params, const Tile& tile, const OutFragment& out) {
+__device__ __forceinline__ void store(Element (&q)[kPanels][kQueryTile][kPanel], const FwdSm90Params& params, const Tile& tile,
+                                      const OutFragment& out) {
   const attn::Sequence& seq = tile.sequence;
   const int first = tile.query_begin + kConsumer * kRows;
   const bool is_lead = threadIdx.x % kGroup == 0;
@@ -226,23 +244,21 @@ __device__ __forceinline__ void store(Smem& smem, const FwdSm90Params& params, c
       uint32 pairs[4];
       pack_pairs(pairs, out, step);
       const int chunk = 2 * (step % 4) + lane / 16;
-      ptx::stmatrix(ptx::shared_address(&smem.q[step / 4][row][(chunk ^ row % 8) * 8]), pairs);
+      ptx::stmatrix(ptx::shared_address(&q[step / 4][row][(chunk ^ row % 8) * 8]), pairs);
     }
     ptx::fence_async_proxy();
     ptx::named_barrier_sync<1 + kConsumer, kGroup>();
     if (is_lead) {
 #pragma unroll
       for (int panel = 0; panel < kPanelsV; ++panel)
-        ptx::tma_store(params.out_boxes, smem.q[panel][kConsumer * kRows], panel * kPanel, seq.q_begin + first, tile.head, seq.batch);
+        ptx::tma_store(params.out_boxes, q[panel][kConsumer * kRows], panel * kPanel, seq.q_begin + first, tile.head, seq.batch);
       ptx::tma_commit();
-      ptx::tma_wait_read();
     }
   } else {
     const int row = first + threadIdx.x % kGroup / kWarpSize * 16;
     warp::store_global<OutElement, kCopyBytes, false>(attn::rows<OutElement>(params.out, seq, seq.q_begin, tile.head, row),
                                                       params.out.stride_n, seq.len_q - row, params.problem.head_dim_v, out);
   }
-  if (is_lead) ptx::mbarrier_arrive(smem.q_empty);
 }
 
 template <int kConsumer>
@@ -250,24 +266,33 @@ __device__ __forceinline__ void consume(Smem& smem, const FwdSm90Params& params)
   const Problem& problem = params.problem;
   const bool is_lead = threadIdx.x % kGroup == 0;
   const int warp_row = kConsumer * kRows + threadIdx.x % kGroup / kWarpSize * 16;
-  const uint64 q = ptx::descriptor(ptx::shared_address(smem.q[0][kConsumer * kRows]), 16);
+  const uint64 q = ptx::descriptor(ptx::shared_address(smem.q[0][0][kConsumer * kRows]), 16);
   const uint64 k = ptx::descriptor(ptx::shared_address(smem.k), 16), v = ptx::descriptor(ptx::shared_address(smem.v), kKeyPanelBytes);
   const float fold = params.scores.fold, unit = params.scores.fold * kLn2;
-  int n = 0;  // as the producer counts
-  for (int seen = 0;; ++seen) {
-    const Tile& tile = smem.tiles[seen % 2];
-    ptx::mbarrier_wait(smem.q_full, seen % 2);
-    if (tile.count == 0) return;
+  Ring<kQueryStages> queries;
+  Ring<kQueryStages + 1> published;
+  Ring<kStages> keys_ring, values_ring;
+  bool has_stored = false;  // and q's place of the tile before is not given back yet
+  const auto give_back = [&] {
+    if (is_lead && has_stored) {
+      ptx::tma_wait_read();
+      ptx::mbarrier_arrive(smem.q_empty[kQueryStages == 1 ? 0 : queries.stage ^ 1]);
+    }
+    has_stored = false;
+  };
+  for (;;) {
+    const Tile& tile = smem.tiles[published.stage];
+    ptx::mbarrier_wait(smem.q_full[queries.stage], queries.parity);
+    if (tile.count == 0) break;
     const attn::Sequence& seq = tile.sequence;
-    const int query = tile.query_begin + warp_row, end = tile.end, count = tile.count;
+    const int query = tile.query_begin + warp_row;
     const attn::ScoreMap<Switches> scores(problem, params.scores, seq, tile.head);
     Softmax softmax;
     SFragment s;
     OutFragment out;
     uint32 p[kKeyTile / 16][4];
     float rescale[2];
-    const auto probabilities = [&](int i) {  // s becomes p; whether `out` is to be multiplied with `rescale`
-      const int key = (end - 1 - i) * kKeyTile;
+    const auto probabilities = [&](int key) {  // s becomes p; whether `out` is to be multiplied with `rescale`
       scores.apply(s, query, key, static_cast<SFragment*>(nullptr));
       const Softmax::Step step = softmax.raise(s, fold);
 #pragma unroll
@@ -282,53 +307,58 @@ __device__ __forceinline__ void consume(Smem& smem, const FwdSm90Params& params)
       }
       return step.has_risen;
     };
-    ptx::mbarrier_wait(smem.k_full[n % kStages], n / kStages % 2);
+
+    int key = tile.end * kKeyTile - kKeyTile;
+    ptx::mbarrier_wait(smem.k_full[keys_ring.stage], keys_ring.parity);
     ptx::pin(registers(s));
     ptx::wgmma_fence();
-    multiply_keys(s, q, ptx::advance(k, n % kStages * kKeyBytes));
+    multiply_keys(s, ptx::advance(q, queries.stage * kQueryBytes), ptx::advance(k, keys_ring.stage * kKeyBytes));
     ptx::wgmma_commit();
     out.zero();
     ptx::wgmma_wait<0>();
     ptx::pin(registers(s));
-    if (is_lead) ptx::mbarrier_arrive(smem.k_empty[n % kStages]);
-    probabilities(0);
+    if (is_lead) ptx::mbarrier_arrive(smem.k_empty[keys_ring.stage]);
+    keys_ring.advance();
+    probabilities(key);
     bool has_risen = false;  // the first product finds zeros
     pack_probabilities(p, s);
-    const int live_rows = seq.len_k - (end - 1) * kKeyTile;  // of the first tile; a tensor's end reads as zeros anyway
+    const int live_rows = seq.len_k - key;  // of the first tile; a tensor's end reads as zeros anyway
     if (live_rows < kKeyTile && (problem.cu_seqlens_k || seq.len_k < problem.len_k)) {
-      ptx::mbarrier_wait(smem.v_full[n % kStages], n / kStages % 2);
-      zero_values<kConsumer>(smem.v[n % kStages], live_rows);
+      ptx::mbarrier_wait(smem.v_full[values_ring.stage], values_ring.parity);
+      zero_values<kConsumer>(smem.v[values_ring.stage], live_rows);
     }
+    if (kQueryStages > 1) give_back();
 
-    for (int i = 1; i < count; ++i) {
-      const int k_stage = (n + i) % kStages, v_stage = (n + i - 1) % kStages;
-      ptx::mbarrier_wait(smem.k_full[k_stage], (n + i) / kStages % 2);
+    for (int left = tile.count - 1; left > 0; --left) {
+      key -= kKeyTile;
+      ptx::mbarrier_wait(smem.k_full[keys_ring.stage], keys_ring.parity);
       ptx::pin(registers(s));
       ptx::wgmma_fence();
-      multiply_keys(s, q, ptx::advance(k, k_stage * kKeyBytes));
+      multiply_keys(s, ptx::advance(q, queries.stage * kQueryBytes), ptx::advance(k, keys_ring.stage * kKeyBytes));
       ptx::wgmma_commit();
       if (has_risen) multiply_rows(out, rescale);
-      ptx::mbarrier_wait(smem.v_full[v_stage], (n + i - 1) / kStages % 2);
+      ptx::mbarrier_wait(smem.v_full[values_ring.stage], values_ring.parity);
       ptx::pin(registers(out));
       ptx::wgmma_fence();
-      multiply_values(out, p, ptx::advance(v, v_stage * kValueBytes));
+      multiply_values(out, p, ptx::advance(v, values_ring.stage * kValueBytes));
       ptx::wgmma_commit();
       ptx::wgmma_wait<1>();
       ptx::pin(registers(s));
-      if (is_lead) ptx::mbarrier_arrive(smem.k_empty[k_stage]);
-      has_risen = probabilities(i);
+      if (is_lead) ptx::mbarrier_arrive(smem.k_empty[keys_ring.stage]);
+      keys_ring.advance();
+      has_risen = probabilities(key);
       ptx::wgmma_wait<0>();
       ptx::pin(registers(out));
-      if (is_lead) ptx::mbarrier_arrive(smem.v_empty[v_stage]);
+      if (is_lead) ptx::mbarrier_arrive(smem.v_empty[values_ring.stage]);
+      values_ring.advance();
       pack_probabilities(p, s);
     }
 
-    const int last = n + count - 1;
     if (has_risen) multiply_rows(out, rescale);
-    ptx::mbarrier_wait(smem.v_full[last % kStages], last / kStages % 2);
+    ptx::mbarrier_wait(smem.v_full[values_ring.stage], values_ring.parity);
     ptx::pin(registers(out));
     ptx::wgmma_fence();
-    multiply_values(out, p, ptx::advance(v, last % kStages * kValueBytes));
+    multiply_values(out, p, ptx::advance(v, values_ring.stage * kValueBytes));
     ptx::wgmma_commit();
     const bool has_sink = params.scores.sink && !seq.is_slack;
     const float sink = has_sink ? static_cast<const float*>(params.scores.sink)[tile.head] : 0;
@@ -338,16 +368,21 @@ __device__ __forceinline__ void consume(Smem& smem, const FwdSm90Params& params)
       lse[half] = softmax.finish(0, half, unit, has_sink, sink, factor[half]);
     ptx::wgmma_wait<0>();
     ptx::pin(registers(out));
-    if (is_lead) ptx::mbarrier_arrive(smem.v_empty[last % kStages]);
+    if (is_lead) ptx::mbarrier_arrive(smem.v_empty[values_ring.stage]);
+    values_ring.advance();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = tile.query_begin + warp_row + warp::fragment_row(2 * half);
       if (row < seq.len_q && warp::lane() % 4 == 0) attn::rows<float>(params.lse, seq, seq.q_begin, tile.head, row)[0] = lse[half];
     }
     select_rows(out, factor, kHasDropout ? float(params.scores.keep_scale) : 1.0f);
-    store<kConsumer>(smem, params, tile, out);
-    n += count;
+    store<kConsumer>(smem.q[queries.stage], params, tile, out);
+    has_stored = true;
+    queries.advance();
+    published.advance();
+    if (kQueryStages == 1) give_back();
   }
+  if (is_lead) ptx::tma_wait_read();  // shared memory outlives its copies
 }
 
 }  // namespace cf
@@ -357,8 +392,11 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) fwd_sm90(const __g
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   if (threadIdx.x == 0) {
-    ptx::mbarrier_init(smem.q_full, 1);
-    ptx::mbarrier_init(smem.q_empty, kConsumers);
+#pragma unroll
+    for (int stage = 0; stage < kQueryStages; ++stage) {
+      ptx::mbarrier_init(smem.q_full[stage], 1);
+      ptx::mbarrier_init(smem.q_empty[stage], kConsumers);
+    }
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
       ptx::mbarrier_init(smem.k_full[stage], 1);

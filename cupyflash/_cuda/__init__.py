@@ -55,8 +55,8 @@ def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric | FwdSm90]) -> Work:
         q, k, v, out = (_given(view) for view in (call.q, call.k, call.v, call.out))
         boxes = (*tensor_map(q, c.query_tile), *tensor_map(k, c.key_tile), *tensor_map(v, c.key_tile))
         out_boxes = tensor_map(out, SM90_ROWS) if out.dtype == c.element else NO_MAP
-        # Where rows differ in length the hardware hands out tiles; else blocks stay, and load ahead.
-        grid = blocks if c.is_masked else min(blocks, _device.of(call.device).sm_count)
+        # Blocks stay and load ahead; of packed sequences nobody knows the lengths, and the hardware hands tiles out.
+        grid = blocks if spec.packed else min(blocks, _device.of(call.device).sm_count)
         schedule.launch(plan, grid, (*boxes, *out_boxes, *shared, *written, blocks, 0))
     else:
         schedule.launch(plan, blocks, (*shared, *rows(call.q), *rows(call.k), *rows(call.v), *written))

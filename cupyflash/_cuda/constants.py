@@ -67,12 +67,14 @@ class FwdSm90(_Scores):
     """`fwd_sm90.cu`."""
 
     out_element: str
+    query_stages: int
     stages: int
 
     @property
     def smem_bytes(self) -> int:
-        tiles = self.query_tile * self.head_dim + self.stages * self.key_tile * (self.head_dim + self.head_dim_v)
-        barriers, published = 8 * (2 + 4 * self.stages), 2 * 72  # bytes; a tile at most
+        q = self.query_stages * self.query_tile * self.head_dim
+        tiles = q + self.stages * self.key_tile * (self.head_dim + self.head_dim_v)
+        barriers, published = 8 * (2 * self.query_stages + 4 * self.stages), 72 * (self.query_stages + 1)
         return -(-(2 * tiles + barriers + published) // 1024) * 1024
 
 

@@ -168,7 +168,7 @@ def _fitting(
 ) -> Iterator[Plan[Any]]:
     """Plans of the table's rows that the device can hold, in order."""
     shared = _score_constants(spec) | more
-    changes = sum(shared[name] for name in ("has_softcap", "has_alibi", "has_bias", "is_scale_negative"))
+    changes = sum(shared[name] for name in ("has_softcap", "has_alibi", "is_scale_negative")) + 2 * shared["has_bias"]
     needed = tiles.Room.ANY if shared["has_dropout"] else min(changes, tiles.Room.SEVERAL)
     for rank, tile in enumerate(rows):
         sizes = tile._asdict()

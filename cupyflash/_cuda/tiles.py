@@ -13,8 +13,8 @@ class Room(enum.IntEnum):
     """What a tile's registers leave room for."""
 
     RAW = 0  # scores as the product makes them
-    ONE = 1  # one change of them: softcap, ALiBi, bias, a negative scale
-    SEVERAL = 2
+    ONE = 1  # one change of them: softcap, ALiBi, a negative scale
+    SEVERAL = 2  # or a bias, whose addresses take registers
     ANY = 3  # dropout too
 
 
@@ -43,6 +43,7 @@ class FwdTile(NamedTuple):
 class Sm90Tile(NamedTuple):
     query_tile: int
     key_tile: int
+    query_stages: int
     stages: int
     warps: int  # the producer's four too
     room: Room = Room.ANY
@@ -93,10 +94,22 @@ FWD: dict[int, dict[int, list[FwdTile]]] = {
 }
 # The same for fwd_sm90, by the larger of the head dims alone.
 FWD_SM90: dict[int, list[Sm90Tile]] = {
-    64: [Sm90Tile(192, 128, 2, 16, Room.RAW), Sm90Tile(128, 128, 2, 12, Room.SEVERAL), Sm90Tile(128, 96, 2, 12)],
-    128: [Sm90Tile(128, 128, 2, 12, Room.ONE), Sm90Tile(128, 64, 2, 12)],
-    192: [Sm90Tile(128, 112, 2, 12, Room.RAW), Sm90Tile(128, 80, 2, 12, Room.SEVERAL), Sm90Tile(128, 48, 2, 12)],
-    256: [Sm90Tile(128, 80, 2, 12, Room.RAW), Sm90Tile(128, 48, 2, 12, Room.SEVERAL)],
+    64: [
+        Sm90Tile(192, 128, 2, 2, 16, Room.RAW),
+        Sm90Tile(128, 128, 2, 2, 12, Room.SEVERAL),
+        Sm90Tile(128, 96, 2, 2, 12),
+    ],
+    128: [Sm90Tile(128, 128, 2, 2, 12, Room.SEVERAL), Sm90Tile(128, 64, 2, 2, 12)],
+    192: [
+        Sm90Tile(128, 112, 1, 2, 12, Room.RAW),
+        Sm90Tile(128, 80, 1, 2, 12, Room.SEVERAL),
+        Sm90Tile(128, 32, 1, 2, 12),
+    ],
+    256: [
+        Sm90Tile(128, 80, 1, 2, 12, Room.RAW),
+        Sm90Tile(128, 48, 1, 2, 12, Room.ONE),
+        Sm90Tile(128, 32, 1, 2, 12, Room.SEVERAL),
+    ],
 }
 BWD: dict[int, dict[int, list[BwdTile]]] = {
     2: {

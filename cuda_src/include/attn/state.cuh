@@ -2,6 +2,7 @@
 #pragma once
 #include "params.cuh"
 #include "ptx/math.cuh"
+#include "ptx/store_global.cuh"
 
 namespace cf::attn {
 
@@ -88,10 +89,21 @@ template <bool kIsUniform, class T, int kColumns, class A>
 __device__ __forceinline__ void write_columns(const State& s, const Row& r, int col, const A (&x)[kColumns]) {
   const int64 at = out_at(s, r) + col;
   if constexpr (kIsUniform) {
-    Columns<T, kColumns> columns;
+    T* const out = static_cast<T*>(s.out) + at;
+    if constexpr (kIsHalf<T> && kColumns % 8 == 0) {
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) columns.x[i] = convert<T>(x[i]);
-    *reinterpret_cast<Columns<T, kColumns>*>(static_cast<T*>(s.out) + at) = columns;
+      for (int i = 0; i < kColumns; i += 8) {
+        uint32 word[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) word[j] = pack<T>(static_cast<float>(x[i + 2 * j]), static_cast<float>(x[i + 2 * j + 1]));
+        ptx::store_global(out + i, word);
+      }
+    } else {
+      Columns<T, kColumns> columns;
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) columns.x[i] = convert<T>(x[i]);
+      *reinterpret_cast<Columns<T, kColumns>*>(out) = columns;
+    }
   } else {
     write(s.out, s.out_type, at, x[0]);
   }
