@@ -12,7 +12,8 @@
 // Barriers  full: one arrival, of the thread that asks for the copies, and their bytes. empty: one arrival a consumer warpgroup, after the
 //           wait that proves its products done. q's guard the published tile too: full, it can be read; empty, the result has left q's
 //           place. Where that is but one of two, it is waited for within the next tile.
-// Order     the longest rows of a masked problem first. A block takes one tile of every gridDim.x, in turn from either end.
+// Order     blocks stay. Head by head a block takes a pair of query tiles at a time, of a masked head its longest and its shortest, so that
+//           neighbours share k and v in L2; or, where few heads have many tiles, all heads in turn, the longest rows first.
 #include "attn/dropout.cuh"
 #include "attn/scores.cuh"
 #include "attn/softmax.cuh"
@@ -25,11 +26,11 @@ namespace cf {
 
 constexpr int kGroup = 128;  // threads of a warpgroup
 constexpr int kRows = 64;    // of a consumer
-constexpr int kConsumers = kQueryTile / kRows;
+constexpr int kConsumers = 2;
 constexpr int kThreads = kGroup * (1 + kConsumers);
 static_assert(kThreads == kWarps * kWarpSize && kQueryTile == kConsumers * kRows);
-static_assert((kConsumers == 2 || kConsumers == 3) && (kQueryStages == 1 || kQueryStages == 2));
-constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32, kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+static_assert(kQueryStages == 1 || kQueryStages == 2);
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // 128 x 40 + 256 x 232: what the launch gave
 constexpr int kPanel = 64;  // columns
 constexpr int kPanels = kHeadDim / kPanel, kPanelsV = kHeadDimV / kPanel;
 static_assert(kHeadDim % kPanel == 0 && kHeadDimV % kPanel == 0 && kKeyTile % 16 == 0);
@@ -75,18 +76,22 @@ struct Ring {
   }
 };
 
-// The tile that this block takes in a round of the grid; negative after the last.
-__device__ __forceinline__ int block_of(int round, int blocks) {
-  const int block = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-  return block < blocks ? block : -1;
+// The i-th place of this block among those of the query tiles of all heads; past the last one nothing is left.
+__device__ __forceinline__ int place_of(const FwdSm90Params& params, int i) {
+  if (params.is_in_turn) return i * gridDim.x + (i % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  return 2 * (i / 2 * gridDim.x + blockIdx.x) + i % 2;
 }
 
-// All heads in turn: were a head's tiles neighbours, a block of the grid would come upon the same tile of every head wherever their
-// number divides the grid's.
-__device__ __forceinline__ int number_of(const Problem& problem, int block, int blocks) {
-  if (!kIsMasked) return block;
-  const int lines = blocks / problem.tiles_q;  // heads of all batches
-  return block % lines * problem.tiles_q + problem.tiles_q - 1 - block / lines;
+// Which tile is at a place, as find_work counts them.
+__device__ __forceinline__ int tile_at(const FwdSm90Params& params, int place) {
+  if (!kIsMasked) return place;
+  const int tiles = params.problem.tiles_q;
+  if (params.is_in_turn) {
+    const int heads = params.places / tiles;  // of all batches
+    return place % heads * tiles + tiles - 1 - place / heads;
+  }
+  const int head = place / tiles, i = place % tiles;
+  return head * tiles + (i % 2 ? i / 2 : tiles - 1 - i / 2);
 }
 
 template <class T, int kPanelCount, int kRowsOfBox>
@@ -116,10 +121,10 @@ __device__ __forceinline__ void produce(Smem& smem, const FwdSm90Params& params)
   Ring<kQueryStages> queries;
   Ring<kQueryStages + 1> published;
   Ring<kStages> keys_ring, values_ring;
-  for (int round = 0; round * gridDim.x < params.blocks; ++round) {
-    const int block = block_of(round, params.blocks);
-    if (block < 0) break;  // only the last round is not whole
-    const attn::Work work = attn::find_work<true, kQueryTile>(problem, number_of(problem, block, params.blocks));
+  for (int i = 0;; ++i) {
+    const int place = place_of(params, i);
+    if (place >= params.places) break;
+    const attn::Work work = attn::find_work<true, kQueryTile>(problem, tile_at(params, place));
     if (work.tile < 0) continue;
     // What is published is read back from there: the producer has few registers.
     Tile& tile = smem.tiles[published.stage];
@@ -154,10 +159,10 @@ __device__ __forceinline__ void produce(Smem& smem, const FwdSm90Params& params)
     load(smem.q[queries.stage], params.q, smem.q_full[queries.stage], tile.sequence.q_begin + tile.query_begin, tile.head,
          tile.sequence.batch);
     queries.advance();
-    for (int i = 1; i <= tile.count; ++i) {
-      if (i < tile.count) load_k();
+    for (int left = tile.count; left > 0; --left) {
+      if (left > 1) load_k();
       ptx::mbarrier_wait(smem.v_empty[values_ring.stage], values_ring.parity ^ 1);
-      load(smem.v[values_ring.stage], params.v, smem.v_full[values_ring.stage], tile.sequence.k_begin + (tile.end - i) * kKeyTile,
+      load(smem.v[values_ring.stage], params.v, smem.v_full[values_ring.stage], tile.sequence.k_begin + (tile.end - tile.count + left - 1) * kKeyTile,
            tile.kv_head, tile.sequence.batch);
       values_ring.advance();
     }
@@ -414,7 +419,6 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) fwd_sm90(const __g
   } else {
     ptx::take_registers<kConsumerRegisters>();
     if (group == 1) consume<0>(smem, params);
-    else if (group == 2) consume<1>(smem, params);
-    else if constexpr (kConsumers == 3) consume<2>(smem, params);
+    else consume<1>(smem, params);
   }
 }

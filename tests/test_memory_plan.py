@@ -138,7 +138,7 @@ def test_traffic_grows_as_the_theory_says() -> None:
     for name in ("forward_traffic_bytes", "backward_traffic_bytes", "standard_forward_traffic_bytes"):
         assert 3.8 < getattr(long, name) / getattr(short, name) <= 4
     assert wide.standard_forward_traffic_bytes < 1.1 * short.standard_forward_traffic_bytes
-    assert wide.forward_traffic_bytes > 5 * narrow.forward_traffic_bytes
+    assert wide.backward_traffic_bytes > 5 * narrow.backward_traffic_bytes
     for plan in (short, long, wide):
         assert plan.least_forward_traffic_bytes < plan.forward_traffic_bytes
         assert plan.least_backward_traffic_bytes < plan.backward_traffic_bytes

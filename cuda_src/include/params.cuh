@@ -86,8 +86,8 @@ struct FwdSm90Params {
   Scores scores;
   Tensor out;                   // [B, Nq, Hq, Dv]
   Tensor lse;                   // [B, Hq, Nq]
-  int blocks;                   // query tiles of all heads and batches
-  int padding;
+  int places;                   // query tiles of all heads and batches
+  int is_in_turn;               // the order of places: all heads in turn, else head by head, and a block takes two at a time
 };
 
 struct BwdPreprocessParams {

@@ -104,8 +104,8 @@ STRUCTS: dict[str, Fields] = {
         ("scores", SCORES),
         ("out", TENSOR),
         ("lse", TENSOR),
-        ("blocks", "i"),
-        ("padding", "i"),
+        ("places", "i"),
+        ("is_in_turn", "i"),
     ),
     "BwdPreprocessParams": (
         ("problem", PROBLEM),
