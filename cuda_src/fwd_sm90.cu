@@ -11,7 +11,7 @@
 //           copy engine swizzles them.
 // Barriers  full: one arrival, of the thread that asks for the copies, and their bytes. empty: one arrival a consumer warpgroup, after the
 //           wait that proves its products done. q's guard the published tile too: full, it can be read; empty, the result has left q's
-//           place. Where that is but one of two, it is waited for within the next tile.
+//           place. Where that is not the only one, it is waited for within the next tile.
 // Order     blocks stay. Head by head a block takes a pair of query tiles at a time, of a masked head its longest and its shortest, so that
 //           neighbours share k and v in L2; or, where few heads have many tiles, all heads in turn, the longest rows first.
 #include "attn/dropout.cuh"
@@ -29,7 +29,6 @@ constexpr int kRows = 64;    // of a consumer
 constexpr int kConsumers = 2;
 constexpr int kThreads = kGroup * (1 + kConsumers);
 static_assert(kThreads == kWarps * kWarpSize && kQueryTile == kConsumers * kRows);
-static_assert(kQueryStages == 1 || kQueryStages == 2);
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // 128 x 40 + 256 x 232: what the launch gave
 constexpr int kPanel = 64;  // columns
 constexpr int kPanels = kHeadDim / kPanel, kPanelsV = kHeadDimV / kPanel;
@@ -50,7 +49,7 @@ struct alignas(1024) Smem {  // a swizzle repeats every 1024 bytes
   Element k[kStages][kPanels][kKeyTile][kPanel];
   Element v[kStages][kPanelsV][kKeyTile][kPanel];
   ptx::Barrier q_full[kQueryStages], q_empty[kQueryStages], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  Tile tiles[kQueryStages + 1];  // in turn: the producer's next one is written while the consumers may read all before
+  Tile tiles[kQueryStages + 1];  // in turn: the next one is written while the consumers may still read those whose q are here
 };
 static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
 constexpr int kQueryBytes = sizeof(Smem::q) / kQueryStages, kKeyBytes = sizeof(Smem::k) / kStages, kValueBytes = sizeof(Smem::v) / kStages;
@@ -114,21 +113,19 @@ __device__ __forceinline__ void store_empty(const FwdSm90Params& params, const T
   }
 }
 
-// By a whole warp, as finding a packed tile takes one; its first lane asks for the copies.
-__device__ __forceinline__ void produce(Smem& smem, const FwdSm90Params& params) {
+// Publishes the next tile that has keys, or one of no key tiles after the last. By the producer's whole warp; `i` counts this block's
+// places.
+__device__ __forceinline__ void publish_next(Tile& tile, int& i, const FwdSm90Params& params) {
   const Problem& problem = params.problem;
-  const bool is_lead = threadIdx.x == 0;
-  Ring<kQueryStages> queries;
-  Ring<kQueryStages + 1> published;
-  Ring<kStages> keys_ring, values_ring;
-  for (int i = 0;; ++i) {
+  for (;; ++i) {
     const int place = place_of(params, i);
-    if (place >= params.places) break;
+    if (place >= params.places) {
+      tile.count = 0;
+      break;
+    }
     const attn::Work work = attn::find_work<true, kQueryTile>(problem, tile_at(params, place));
     if (work.tile < 0) continue;
-    // What is published is read back from there: the producer has few registers.
-    Tile& tile = smem.tiles[published.stage];
-    if (is_lead) {
+    if (threadIdx.x == 0) {
       const attn::Band<kIsMasked> band(problem, work.sequence);
       const int begin = work.tile * kQueryTile;
       const attn::Range keys = band.keys_of(begin, min_of(begin + kQueryTile, work.sequence.len_q));
@@ -140,36 +137,59 @@ __device__ __forceinline__ void produce(Smem& smem, const FwdSm90Params& params)
       tile.count = keys.begin < keys.end ? tile.end - keys.begin / kKeyTile : 0;
     }
     __syncwarp();
-    if (tile.count == 0) {
-      store_empty(params, tile);
-      __syncwarp();
-      continue;
+    if (tile.count > 0) {
+      ++i;
+      break;
     }
-    published.advance();
-    if (!is_lead) continue;
-    int next = tile.end;  // key tile
+    store_empty(params, tile);
+    __syncwarp();
+  }
+  __syncwarp();
+}
+
+__device__ __forceinline__ void produce(Smem& smem, const FwdSm90Params& params) {
+  const bool is_lead = threadIdx.x == 0;
+  int i = 0;
+  Ring<kQueryStages> queries;
+  Ring<kQueryStages + 1> published;
+  Ring<kStages> keys_ring, values_ring;
+  publish_next(smem.tiles[0], i, params);
+  while (smem.tiles[published.stage].count > 0) {
+    const Tile& tile = smem.tiles[published.stage];  // read anew each time: the producer has few registers
+    int k_left = tile.count, v_left = tile.count;
     const auto load_k = [&] {
       ptx::mbarrier_wait(smem.k_empty[keys_ring.stage], keys_ring.parity ^ 1);
-      load(smem.k[keys_ring.stage], params.k, smem.k_full[keys_ring.stage], tile.sequence.k_begin + --next * kKeyTile, tile.kv_head,
-           tile.sequence.batch);
+      load(smem.k[keys_ring.stage], params.k, smem.k_full[keys_ring.stage],
+           tile.sequence.k_begin + (tile.end - tile.count + --k_left) * kKeyTile, tile.kv_head, tile.sequence.batch);
       keys_ring.advance();
     };
-    load_k();
-    ptx::mbarrier_wait(smem.q_empty[queries.stage], queries.parity ^ 1);
-    load(smem.q[queries.stage], params.q, smem.q_full[queries.stage], tile.sequence.q_begin + tile.query_begin, tile.head,
-         tile.sequence.batch);
-    queries.advance();
-    for (int left = tile.count; left > 0; --left) {
-      if (left > 1) load_k();
+    const auto load_v = [&] {
       ptx::mbarrier_wait(smem.v_empty[values_ring.stage], values_ring.parity ^ 1);
-      load(smem.v[values_ring.stage], params.v, smem.v_full[values_ring.stage], tile.sequence.k_begin + (tile.end - tile.count + left - 1) * kKeyTile,
-           tile.kv_head, tile.sequence.batch);
+      load(smem.v[values_ring.stage], params.v, smem.v_full[values_ring.stage],
+           tile.sequence.k_begin + (tile.end - tile.count + --v_left) * kKeyTile, tile.kv_head, tile.sequence.batch);
       values_ring.advance();
+    };
+    if (is_lead) {
+      load_k();
+      ptx::mbarrier_wait(smem.q_empty[queries.stage], queries.parity ^ 1);
+      load(smem.q[queries.stage], params.q, smem.q_full[queries.stage], tile.sequence.q_begin + tile.query_begin, tile.head,
+           tile.sequence.batch);
+      if (k_left > 0) load_k();
+      load_v();
     }
+    __syncwarp();
+    published.advance();
+    publish_next(smem.tiles[published.stage], i, params);  // while these copies are under way
+    if (is_lead) {
+      while (v_left > 0) {
+        if (k_left > 0) load_k();
+        load_v();
+      }
+    }
+    queries.advance();
   }
   if (!is_lead) return;
   ptx::mbarrier_wait(smem.q_empty[queries.stage], queries.parity ^ 1);
-  smem.tiles[published.stage].count = 0;
   ptx::mbarrier_arrive(smem.q_full[queries.stage]);
 }
 
@@ -234,7 +254,7 @@ __device__ __forceinline__ int here(int x) {
 }
 
 // out, of which all products of this consumer's rows of q are done: through their place, or from registers where a box would reach into
-// another sequence.
+// another sequence. Either way ends with a barrier of the consumer, behind which only its lead still reads the tile.
 template <int kConsumer>
 __device__ __forceinline__ void store(Element (&q)[kPanels][kQueryTile][kPanel], const FwdSm90Params& params, const Tile& tile,
                                       const OutFragment& out) {
@@ -263,6 +283,7 @@ __device__ __forceinline__ void store(Element (&q)[kPanels][kQueryTile][kPanel],
     const int row = first + threadIdx.x % kGroup / kWarpSize * 16;
     warp::store_global<OutElement, kCopyBytes, false>(attn::rows<OutElement>(params.out, seq, seq.q_begin, tile.head, row),
                                                       params.out.stride_n, seq.len_q - row, params.problem.head_dim_v, out);
+    ptx::named_barrier_sync<1 + kConsumer, kGroup>();
   }
 }
 
@@ -281,7 +302,7 @@ __device__ __forceinline__ void consume(Smem& smem, const FwdSm90Params& params)
   const auto give_back = [&] {
     if (is_lead && has_stored) {
       ptx::tma_wait_read();
-      ptx::mbarrier_arrive(smem.q_empty[kQueryStages == 1 ? 0 : queries.stage ^ 1]);
+      ptx::mbarrier_arrive(smem.q_empty[(queries.stage + kQueryStages - 1) % kQueryStages]);
     }
     has_stored = false;
   };
@@ -320,6 +341,7 @@ __device__ __forceinline__ void consume(Smem& smem, const FwdSm90Params& params)
     multiply_keys(s, ptx::advance(q, queries.stage * kQueryBytes), ptx::advance(k, keys_ring.stage * kKeyBytes));
     ptx::wgmma_commit();
     out.zero();
+    if (kQueryStages > 1) give_back();
     ptx::wgmma_wait<0>();
     ptx::pin(registers(s));
     if (is_lead) ptx::mbarrier_arrive(smem.k_empty[keys_ring.stage]);
@@ -332,7 +354,6 @@ __device__ __forceinline__ void consume(Smem& smem, const FwdSm90Params& params)
       ptx::mbarrier_wait(smem.v_full[values_ring.stage], values_ring.parity);
       zero_values<kConsumer>(smem.v[values_ring.stage], live_rows);
     }
-    if (kQueryStages > 1) give_back();
 
     for (int left = tile.count - 1; left > 0; --left) {
       key -= kKeyTile;

@@ -55,8 +55,8 @@ def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric | FwdSm90]) -> Work:
         q, k, v, out = (_given(view) for view in (call.q, call.k, call.v, call.out))
         boxes = (*tensor_map(q, c.query_tile), *tensor_map(k, c.key_tile), *tensor_map(v, c.key_tile))
         out_boxes = tensor_map(out, SM90_ROWS) if out.dtype == c.element else NO_MAP
-        # Of packed sequences nobody knows the lengths, so the hardware hands out tiles. Else blocks stay and load ahead;
-        # were more heads than half of them under way at once, L2 could not hold the keys.
+        # Nobody knows the lengths of packed sequences, so the hardware hands out tiles. Else blocks stay and load
+        # ahead; were more heads than half of them under way at once, L2 could not hold the keys.
         staying = _device.of(call.device).sm_count
         grid = blocks if spec.packed else min(blocks, staying)
         is_in_turn = spec.packed or blocks <= staying or 2 * call.batch * spec.heads_kv <= staying

@@ -168,7 +168,7 @@ def _fitting(
 ) -> Iterator[Plan[Any]]:
     """Plans of the table's rows that the device can hold, in order."""
     shared = _score_constants(spec) | more
-    changes = sum(shared[name] for name in ("has_softcap", "has_alibi", "is_scale_negative")) + 2 * shared["has_bias"]
+    changes = shared["has_softcap"] + shared["is_scale_negative"] + 2 * (shared["has_alibi"] or shared["has_bias"])
     needed = tiles.Room.ANY if shared["has_dropout"] else min(changes, tiles.Room.SEVERAL)
     for rank, tile in enumerate(rows):
         sizes = tile._asdict()
@@ -222,7 +222,7 @@ def _gradients(spec: Spec) -> dict[str, Any]:
 def _is_whole(c: Any) -> bool:
     """Whether the warps' shares are whole: two 16x8 tiles side by side for tensor cores, one for FMA."""
     if isinstance(c, FwdSm90):
-        consumers, fits = 2, c.key_tile in SM90_KEY_TILES and c.query_stages in (1, 2) and c.stages > 0
+        consumers, fits = 2, c.key_tile in SM90_KEY_TILES and c.query_stages > 0 and c.stages > 0
         return fits and c.query_tile == consumers * SM90_ROWS and c.warps == 4 * (1 + consumers)
     columns = 16 if ITEM_BYTES[c.element] == 2 else 8
     if c.query_tile % 16 or c.key_tile % 16 or ROW_PAD % c.query_tile:
