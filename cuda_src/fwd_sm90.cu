@@ -29,6 +29,7 @@ constexpr int kRows = 64;    // of a consumer
 constexpr int kConsumers = 2;
 constexpr int kThreads = kGroup * (1 + kConsumers);
 static_assert(kThreads == kWarps * kWarpSize && kQueryTile == kConsumers * kRows);
+static_assert(kQueryStages == 1 || kQueryStages == 2);
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // 128 x 40 + 256 x 232: what the launch gave
 constexpr int kPanel = 64;  // columns
 constexpr int kPanels = kHeadDim / kPanel, kPanelsV = kHeadDimV / kPanel;
@@ -298,11 +299,12 @@ __device__ __forceinline__ void consume(Smem& smem, const FwdSm90Params& params)
   Ring<kQueryStages> queries;
   Ring<kQueryStages + 1> published;
   Ring<kStages> keys_ring, values_ring;
+  // The copy out of q's place takes long to read it: with two places it has the time of the next tile's first scores.
   bool has_stored = false;  // and q's place of the tile before is not given back yet
   const auto give_back = [&] {
     if (is_lead && has_stored) {
       ptx::tma_wait_read();
-      ptx::mbarrier_arrive(smem.q_empty[(queries.stage + kQueryStages - 1) % kQueryStages]);
+      ptx::mbarrier_arrive(smem.q_empty[kQueryStages == 1 ? 0 : queries.stage ^ 1]);
     }
     has_stored = false;
   };
@@ -341,7 +343,6 @@ __device__ __forceinline__ void consume(Smem& smem, const FwdSm90Params& params)
     multiply_keys(s, ptx::advance(q, queries.stage * kQueryBytes), ptx::advance(k, keys_ring.stage * kKeyBytes));
     ptx::wgmma_commit();
     out.zero();
-    if (kQueryStages > 1) give_back();
     ptx::wgmma_wait<0>();
     ptx::pin(registers(s));
     if (is_lead) ptx::mbarrier_arrive(smem.k_empty[keys_ring.stage]);
@@ -354,6 +355,7 @@ __device__ __forceinline__ void consume(Smem& smem, const FwdSm90Params& params)
       ptx::mbarrier_wait(smem.v_full[values_ring.stage], values_ring.parity);
       zero_values<kConsumer>(smem.v[values_ring.stage], live_rows);
     }
+    if (kQueryStages > 1) give_back();
 
     for (int left = tile.count - 1; left > 0; --left) {
       key -= kKeyTile;

@@ -222,7 +222,7 @@ def _gradients(spec: Spec) -> dict[str, Any]:
 def _is_whole(c: Any) -> bool:
     """Whether the warps' shares are whole: two 16x8 tiles side by side for tensor cores, one for FMA."""
     if isinstance(c, FwdSm90):
-        consumers, fits = 2, c.key_tile in SM90_KEY_TILES and c.query_stages > 0 and c.stages > 0
+        consumers, fits = 2, c.key_tile in SM90_KEY_TILES and c.query_stages in (1, 2) and c.stages > 0
         return fits and c.query_tile == consumers * SM90_ROWS and c.warps == 4 * (1 + consumers)
     columns = 16 if ITEM_BYTES[c.element] == 2 else 8
     if c.query_tile % 16 or c.key_tile % 16 or ROW_PAD % c.query_tile:
