@@ -32,6 +32,7 @@ NAMES = {
     "prepared": "cupyflash, prepared",
     "cupy": "cupyflash, CuPy arrays",
     "deterministic": "cupyflash, deterministic",
+    "generic": "cupyflash, generic kernels",
 }
 OURSELVES = ("prepared", "cupy")  # the same kernels again, of interest for the host's time alone
 JUDGES = ("fa2", "efficient", "plain")  # whose error ours is shown beside: the first that took part

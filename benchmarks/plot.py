@@ -23,6 +23,7 @@ COLOURS = {
     "efficient": "#cc79a7",
     "flex": "#e69f00",
     "deterministic": "#999999",
+    "generic": "#56b4e9",
     "standard": "#555555",
 }
 WIDTH_INCHES, ROW_INCHES = 10.5, 2.1

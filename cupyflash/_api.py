@@ -61,7 +61,7 @@ def attn_fwd(
     check : bool, default False
         Also look at the values of offsets, lengths and pages on a GPU, which waits for it. The CPU always does.
     plan : optional
-        What `Attention.plan` returned, to be used as it is or refused.
+        What `Attention.plan` returned, to be used as it is or refused. On CUDA also a kernel's name: "fwd_generic".
 
     Returns
     -------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from cupyflash import _attention, _cpu, _interop
+from cupyflash._cuda import device
 from tests import fake_cuda as stand_in
 from tests.backends import Backend, CupyBackend, NumpyBackend, gpu_is_there
 
@@ -25,11 +28,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.fixture(params=["numpy", "numpy, small tiles", pytest.param("cupy", marks=pytest.mark.gpu)])
+GENERIC = "cupy, generic forward"
+GENERIC_IN = ("test_forward", "test_field_kinds")  # modules whose subject is the forward
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the generic forward out where it is the only one, or another kernel is the subject."""
+    items[:] = [
+        item
+        for item in items
+        if f"[{GENERIC}" not in item.name  # the first parameter is `backend`'s
+        or (item.path.stem in GENERIC_IN and not {"float32", "float64"} & {*re.split(r"[-\[\]]", item.name)})
+    ]
+
+
+@pytest.fixture(
+    params=["numpy", "numpy, small tiles", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("cupy", GENERIC))]
+)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     """Where a test's arrays live; the GPU part is skipped on a machine without one.
 
-    NumPy's tiles are larger than most problems here, so it runs them in small and odd ones too.
+    NumPy's tiles are larger than most problems here, so it runs them in small and odd ones too. A GPU with a forward of
+    its own runs the generic one too.
     """
     if request.param == "numpy":
         yield NumpyBackend()
@@ -46,6 +66,18 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         _attention._ready.cache_clear()
     elif not gpu_is_there():
         pytest.skip("no CUDA GPU")
+    elif request.param == GENERIC:
+        if device.of(0).arch != 90:
+            pytest.skip("this GPU has no forward but the generic one")
+        plan = importlib.import_module("cupyflash._cuda.plan")
+        monkeypatch.setattr(plan, "why_not_sm90", lambda spec: "a test wants the generic one")
+        for forget in (plan.forward, _attention._ready):  # what is remembered
+            forget.cache_clear()
+        _attention._accepted.clear()
+        yield CupyBackend()
+        for forget in (plan.forward, _attention._ready):
+            forget.cache_clear()
+        _attention._accepted.clear()
     else:
         yield CupyBackend()
 

@@ -13,7 +13,7 @@ from cupyflash._cuda.constants import HEAD_DIMS
 from cupyflash._cuda.device import KNOWN, Device
 from cupyflash._cuda.plan import backward as plan_backward
 from cupyflash._cuda.plan import forward as plan_forward
-from cupyflash._cuda.plan import head_dim_tile, validate
+from cupyflash._cuda.plan import head_dim_tile, named, validate
 from cupyflash._spec import Features, Mask, Spec
 from tests.binaries import DTYPES, is_held, plans, spec
 
@@ -157,6 +157,21 @@ def test_hopper_has_its_own_forward(request_name: str, dtype: str, dims: tuple[i
         if device.arch != 90:
             other = plan_forward(spec(dtype, *dims, **(SM90_REQUESTS | {"dropout": DROPOUT})[request_name]), device)
             assert other.kernel == "fwd_generic" and "sm90" not in other.why
+
+
+def test_a_kernel_may_be_named() -> None:
+    hopper = plan_forward(spec(), KNOWN[90])
+    assert named("fwd_sm90", spec(), KNOWN[90], is_backward=False) == hopper
+    generic = named("fwd_generic", spec(), KNOWN[90], is_backward=False)
+    assert generic.kernel == "fwd_generic"
+    assert named("bwd_generic", spec(), KNOWN[90], is_backward=True) == plan_backward(spec(), KNOWN[90])
+    for name, device, backward, accepted in (
+        ("fwd_sm90", KNOWN[80], False, "'fwd_generic' is"),
+        ("bwd_generic", KNOWN[90], False, "'fwd_generic' or 'fwd_sm90' is"),
+        ("fastest", KNOWN[90], True, "'bwd_generic' is"),
+    ):
+        with pytest.raises(ValueError, match=f"`plan` is '{name}'; {accepted} accepted"):
+            named(name, spec(), device, is_backward=backward)
 
 
 @pytest.mark.parametrize(

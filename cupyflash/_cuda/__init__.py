@@ -33,7 +33,10 @@ _ALIGN = 256  # bytes, of each part of a workspace
 
 
 def plan(spec: Spec, call: Call, *, backward: bool, override: object | None = None) -> Any:
-    """Which kernels serve the call, and why. Raises UnsupportedError; an override is validated, never adjusted."""
+    """Which kernels serve the call, and why. Raises UnsupportedError.
+
+    An override is a kernel's name, or a plan, which is validated and never adjusted.
+    """
     _plan.refuse_values(call)
     choose = _plan.backward if backward else _plan.forward
     device = _device.of(call.device)
@@ -41,6 +44,10 @@ def plan(spec: Spec, call: Call, *, backward: bool, override: object | None = No
         chosen = choose(spec, device)
     except UnsupportedError as error:
         raise UnsupportedError(f"{call.function}: {error}") from None
+    if isinstance(override, str):
+        return _plan.named(override, spec, device, is_backward=backward)
+    if isinstance(override, Plan) and not backward:
+        chosen = _plan.named(override.kernel, spec, device, is_backward=False)
     return chosen if override is None else _plan.validate(override, chosen, device)
 
 

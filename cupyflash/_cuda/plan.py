@@ -283,6 +283,19 @@ def backward(spec: Spec, device: Device) -> BackwardPlan:
     )
 
 
+def named(kernel: str, spec: Spec, device: Device, *, is_backward: bool) -> Plan[Any] | BackwardPlan:
+    """The best plan of the kernel of this name, of a backward its main one. ValueError says which serve the call."""
+    refuse(spec)
+    if is_backward:
+        chosen = backward(spec, device)
+        found: dict[str, Any] = {chosen.main.kernel: chosen}
+    else:
+        found = {plan.kernel: plan for plan in reversed([*legal_forward(spec, device)])}
+    if kernel not in found:
+        raise ValueError(f"`plan` is {kernel!r}; {' or '.join(map(repr, found))} is accepted for this call.")
+    return found[kernel]
+
+
 def validate(override: Any, chosen: Plan | BackwardPlan, device: Device) -> Any:
     """A caller's plan, used as given or refused: it may differ from the chosen one in its tiles alone.
 
