@@ -76,8 +76,9 @@ struct Ring {
   }
 };
 
-// The i-th place of this block among those of the query tiles of all heads; past the last one nothing is left.
-__device__ __forceinline__ int place_of(const FwdSm90Params& params, int i) {
+// The i-th place of this block among those of the query tiles of all heads; past the last one nothing is left. The first past it may
+// leave 31 bits.
+__device__ __forceinline__ uint32 place_of(const FwdSm90Params& params, int i) {
   if (params.is_in_turn) return i * gridDim.x + (i % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   return 2 * (i / 2 * gridDim.x + blockIdx.x) + i % 2;
 }
@@ -119,12 +120,12 @@ __device__ __forceinline__ void store_empty(const FwdSm90Params& params, const T
 __device__ __forceinline__ void publish_next(Tile& tile, int& i, const FwdSm90Params& params) {
   const Problem& problem = params.problem;
   for (;; ++i) {
-    const int place = place_of(params, i);
-    if (place >= params.places) {
+    const uint32 place = place_of(params, i);
+    if (place >= static_cast<uint32>(params.places)) {
       tile.count = 0;
       break;
     }
-    const attn::Work work = attn::find_work<true, kQueryTile>(problem, tile_at(params, place));
+    const attn::Work work = attn::find_work<true, kQueryTile>(problem, tile_at(params, static_cast<int>(place)));
     if (work.tile < 0) continue;
     if (threadIdx.x == 0) {
       const attn::Band<kIsMasked> band(problem, work.sequence);
@@ -255,14 +256,15 @@ __device__ __forceinline__ int here(int x) {
 }
 
 // out, of which all products of this consumer's rows of q are done: through their place, or from registers where a box would reach into
-// another sequence. Either way ends with a barrier of the consumer, behind which only its lead still reads the tile.
+// another sequence, or past a row's end, as boxes are written in whole 16 bytes. Either way ends with a barrier of the consumer, behind which only its lead still reads the tile.
 template <int kConsumer>
 __device__ __forceinline__ void store(Element (&q)[kPanels][kQueryTile][kPanel], const FwdSm90Params& params, const Tile& tile,
                                       const OutFragment& out) {
   const attn::Sequence& seq = tile.sequence;
   const int first = tile.query_begin + kConsumer * kRows;
   const bool is_lead = threadIdx.x % kGroup == 0;
-  if (kStoresBoxes && (!params.problem.cu_seqlens_q || first + kRows <= seq.len_q)) {
+  const bool is_whole = params.problem.head_dim_v % 8 == 0 && (!params.problem.cu_seqlens_q || first + kRows <= seq.len_q);
+  if (kStoresBoxes && is_whole) {
     const int thread = here(threadIdx.x % kGroup), lane = thread % kWarpSize;
     const int row = kConsumer * kRows + thread / kWarpSize * 16 + lane % 16;
 #pragma unroll

@@ -58,7 +58,7 @@ def make_cupy() -> Any:
     cupy.cuda = SimpleNamespace(
         Device=Device,
         get_current_stream=lambda device: SimpleNamespace(ptr=1000 + device),
-        runtime=SimpleNamespace(getDevice=lambda: cupy.current),
+        runtime=SimpleNamespace(getDevice=lambda: cupy.current, setDevice=lambda id: setattr(cupy, "current", id)),
     )
     return cupy
 

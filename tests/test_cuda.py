@@ -271,6 +271,36 @@ def test_a_fresh_thread_runs_forms_that_were_taken(gpu: CupyBackend, library: st
         assert all(bool((ours == theirs).all()) for ours, theirs in zip(got, wanted, strict=True))
 
 
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_a_fresh_thread_runs_a_fresh_form(gpu: CupyBackend, library: str, rng: Random) -> None:
+    """One without a CUDA context of its own, with arrays made elsewhere, of a shape that no call had yet."""
+    module: Any = pytest.importorskip(library, reason=f"{library} is not installed")
+    length = {"cupy": 4241, "torch": 4243}[library]  # nowhere else in these tests
+    arrays = [module.from_dlpack(gpu.put(_draw(rng, 1, length, 2, 64, dtype=np.float16))) for _ in range(3)]
+    out, lse = arrays[0] * 0, module.from_dlpack(gpu.xp.zeros((1, 2, length), np.float32))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(cf.attn_fwd, *arrays, out=out, lse=lse).result()
+    gpu.xp.cuda.runtime.deviceSynchronize()
+    wanted = cf.attn_fwd(*arrays)
+    assert bool((out == wanted.out).all()) and bool((lse == wanted.lse).all())
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float16, np.float32])
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 60), (65, 33), (64, 36), (128, 100), (256, 129), (40, 7)])
+def test_nothing_is_written_beside_the_columns_of_out(
+    gpu: CupyBackend, dim: int, dim_v: int, dtype: Any, rng: Random
+) -> None:
+    """out is a slice of wider rows, whose other columns and other rows are someone else's."""
+    q, k = (gpu.put(_draw(rng, 2, 70, 2, 264, dtype=dtype))[..., :dim] for _ in range(2))
+    v = gpu.put(_draw(rng, 2, 70, 2, 264, dtype=dtype))[..., :dim_v]
+    whole = gpu.xp.full((2, 72, 2, 264), 7, dtype)
+    cf.attn_fwd(q, k, v, causal=True, out=whole[:, 1:71, :, :dim_v])
+    host = gpu.get(whole).astype(np.float32)
+    assert (host[:, 0] == 7).all() and (host[:, 71] == 7).all() and (host[..., dim_v:] == 7).all()
+    alone = gpu.get(cf.attn_fwd(q, k, v, causal=True).out).astype(np.float32)
+    np.testing.assert_allclose(host[:, 1:71, :, :dim_v], alone, rtol=2**-6, atol=2**-6)
+
+
 @pytest.mark.parametrize(("name", "dims"), [("q", (257, 64)), ("v", (64, 300))])
 def test_a_refusal_names_the_function_and_the_argument(gpu: CupyBackend, name: str, dims: tuple[int, int]) -> None:
     q, v = (gpu.xp.ones((1, 8, 2, dim), BF16) for dim in dims)

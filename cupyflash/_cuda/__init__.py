@@ -21,7 +21,7 @@ from .constants import (
     MergeStatesBwd,
     accum_of,
 )
-from .launch import Schedule
+from .launch import Schedule, refuse_blocks
 from .params import MERGE_STATES
 from .plan import ROW_PAD, BackwardPlan, Plan
 from .tensor_map import NO_MAP, tensor_map
@@ -59,15 +59,22 @@ def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric | FwdSm90]) -> Work:
     written = (*rows(call.out), *per_row(call.lse))
     schedule = Schedule(call.device)
     if isinstance(c, FwdSm90):
-        q, k, v, out = (_given(view) for view in (call.q, call.k, call.v, call.out))
-        boxes = (*tensor_map(q, c.query_tile), *tensor_map(k, c.key_tile), *tensor_map(v, c.key_tile))
-        out_boxes = tensor_map(out, SM90_ROWS) if out.dtype == c.element else NO_MAP
+        refuse_blocks(plan, blocks)
+        boxes: list[int] = []
+        for view, box_rows in (
+            (call.q, c.query_tile),
+            (call.k, c.key_tile),
+            (call.v, c.key_tile),
+            (call.out, SM90_ROWS),
+        ):
+            has_boxes = _given(view).dtype == c.element
+            boxes += tensor_map(_given(view), box_rows, call.device) if has_boxes else NO_MAP
         # Nobody knows the lengths of packed sequences, so the hardware hands out tiles. Else blocks stay and load
         # ahead; were more heads than half of them under way at once, L2 could not hold the keys.
         staying = _device.of(call.device).sm_count
         grid = blocks if spec.packed else min(blocks, staying)
         is_in_turn = spec.packed or blocks <= staying or 2 * call.batch * spec.heads_kv <= staying
-        schedule.launch(plan, grid, (*boxes, *out_boxes, *shared, *written, blocks, int(is_in_turn)))
+        schedule.launch(plan, grid, (*boxes, *shared, *written, blocks, int(is_in_turn)))
     else:
         schedule.launch(plan, blocks, (*shared, *rows(call.q), *rows(call.k), *rows(call.v), *written))
     return schedule

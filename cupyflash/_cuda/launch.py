@@ -14,15 +14,20 @@ from .plan import MAX_BLOCKS, Plan
 Step = Callable[[FilledIn, Any], None]  # what is given, and the stream as CuPy's launch wants it
 
 
+def refuse_blocks(plan: Plan[Any], blocks: int) -> None:
+    """Raise UnsupportedError for more tiles than a kernel can count."""
+    if blocks > MAX_BLOCKS:
+        given = f"{blocks} blocks; a grid holds at most {MAX_BLOCKS}"
+        raise UnsupportedError(f"{plan.kernel}: {given}. Split the batch.")
+
+
 class Launch:
     """A kernel with its grid and its struct, whose blanks are filled at each call."""
 
     __slots__ = ("_block", "_grid", "_kernel", "_smem_bytes", "_struct")
 
     def __init__(self, plan: Plan[Any], blocks: int, values: tuple[Any, ...], device: int) -> None:
-        if blocks > MAX_BLOCKS:
-            given = f"{blocks} blocks; a grid holds at most {MAX_BLOCKS}"
-            raise UnsupportedError(f"{plan.kernel}: {given}. Split the batch.")
+        refuse_blocks(plan, blocks)
         self._kernel, self._struct = kernel(plan, device), Template(plan.kernel, values)
         self._grid, self._block, self._smem_bytes = (blocks,), (plan.threads,), plan.smem_bytes
 

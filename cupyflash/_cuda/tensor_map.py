@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 
 from .._spec import View
@@ -22,13 +24,13 @@ _DTYPES = {"float16": 6, "bfloat16": 9}
 _NO_INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _FILL_WITH_ZEROS = 0, 3, 3, 0
 
 
-def tensor_map(view: View, rows: int) -> tuple[int, ...]:
+def tensor_map(view: View, rows: int, device: int) -> tuple[int, ...]:
     """Of a [B, N, H, D] view: boxes of SM90_PANEL columns and `rows` rows, swizzled over 128 bytes; zeros outside."""
-    return (view.ptr, *_words(view.dtype, view.shape, view.strides, rows))
+    return (view.ptr, *_words(view.dtype, view.shape, view.strides, rows, device))
 
 
 @lru_cache(maxsize=1024)
-def _words(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], rows: int) -> tuple[int, ...]:
+def _words(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, device: int) -> tuple[int, ...]:
     batch, length, heads, dim = shape
     row_bytes = -(-dim * ITEM_BYTES[dtype] // 16) * 16  # for axes of one, whose strides may be anything
     stride_b, stride_n, stride_h = (
@@ -37,24 +39,40 @@ def _words(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], rows: i
     )
     buffer = ctypes.create_string_buffer(8 * len(NO_MAP) + _ALIGN)
     at = -(-ctypes.addressof(buffer) // _ALIGN) * _ALIGN
-    status = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(at),
-        _DTYPES[dtype],
-        4,
-        ctypes.c_void_p(_SOME_ADDRESS),
-        (ctypes.c_uint64 * 4)(dim, length, heads, batch),
-        (ctypes.c_uint64 * 3)(stride_n, stride_h, stride_b),
-        (ctypes.c_uint32 * 4)(SM90_PANEL, rows, 1, 1),
-        (ctypes.c_uint32 * 4)(1, 1, 1, 1),
-        _NO_INTERLEAVE,
-        _SWIZZLE_128,
-        _PROMOTE_256,
-        _FILL_WITH_ZEROS,
-    )
+    with _current(device):
+        status = _driver().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(at),
+            _DTYPES[dtype],
+            4,
+            ctypes.c_void_p(_SOME_ADDRESS),
+            (ctypes.c_uint64 * 4)(dim, length, heads, batch),
+            (ctypes.c_uint64 * 3)(stride_n, stride_h, stride_b),
+            (ctypes.c_uint32 * 4)(SM90_PANEL, rows, 1, 1),
+            (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+            _NO_INTERLEAVE,
+            _SWIZZLE_128,
+            _PROMOTE_256,
+            _FILL_WITH_ZEROS,
+        )
     words = (ctypes.c_uint64 * len(NO_MAP)).from_address(at)
     if status or words[0] != _SOME_ADDRESS:
         raise RuntimeError(f"cuTensorMapEncodeTiled said {status} of {dtype} {shape} with strides {strides}")
     return tuple(words[1:])
+
+
+@contextmanager
+def _current(device: int) -> Iterator[None]:
+    """The device's context is this thread's: one that has not touched CUDA yet has none, and setting it makes it so."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    before = runtime.getDevice()
+    runtime.setDevice(device)
+    try:
+        yield
+    finally:
+        if before != device:
+            runtime.setDevice(before)
 
 
 @cache
