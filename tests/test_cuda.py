@@ -133,7 +133,10 @@ def test_empty_rows_do_not_touch_a_nan_in_dout(gpu: CupyBackend, rng: Random) ->
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.float32])
-def test_deterministic_gradients_repeat_beside_a_busy_stream(gpu: CupyBackend, dtype: Any, rng: Random) -> None:
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_deterministic_calls_repeat_beside_a_busy_stream(
+    gpu: CupyBackend, dtype: Any, is_plain: bool, rng: Random
+) -> None:
     """100 times, grouped heads, dbias and dsink too, while another stream's work comes between the blocks."""
     cupy = gpu.xp
     q, dout = (gpu.put(_draw(rng, 2, 333, 6, 64, dtype=dtype)) for _ in range(2))
@@ -142,13 +145,15 @@ def test_deterministic_gradients_repeat_beside_a_busy_stream(gpu: CupyBackend, d
         "bias": gpu.put(_draw(rng, 6, 333, 401, dtype=np.float32)),
         "sink": gpu.put(_draw(rng, 6, dtype=np.float32)),
     }
+    given = {} if is_plain else given
     attention = cf.Attention(causal=True, deterministic=True)
-    saved = attention.fwd(q, k, v, **given)
+
+    def call() -> tuple[Any, ...]:
+        saved = attention.fwd(q, k, v, **given)
+        return *saved, *attention.bwd(q, k, v, *saved, dout, **given)
+
     bits = np.uint16 if dtype == BF16 else np.uint32
-    first = [
-        grad.view(np.uint32 if grad.dtype == np.float32 else bits)
-        for grad in attention.bwd(q, k, v, *saved, dout, **given)
-    ]
+    first = [array.view(np.uint32 if array.dtype == np.float32 else bits) for array in call()]
     busy, noise = cupy.cuda.Stream(non_blocking=True), gpu.put(rng.standard_normal(2**22))
     differs = cupy.zeros((100, len(first)), bool)
     cupy.cuda.get_current_stream().synchronize()
@@ -156,8 +161,8 @@ def test_deterministic_gradients_repeat_beside_a_busy_stream(gpu: CupyBackend, d
         with busy:
             for _ in range(1 + repeat % 4):
                 noise = cupy.tanh(noise)
-        for number, grad in enumerate(attention.bwd(q, k, v, *saved, dout, **given)):
-            differs[repeat, number] = (grad.view(first[number].dtype) != first[number]).any()
+        for number, array in enumerate(call()):
+            differs[repeat, number] = (array.view(first[number].dtype) != first[number]).any()
     busy.synchronize()
     assert not gpu.get(differs).any()
 
