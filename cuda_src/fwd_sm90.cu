@@ -256,7 +256,8 @@ __device__ __forceinline__ int here(int x) {
 }
 
 // out, of which all products of this consumer's rows of q are done: through their place, or from registers where a box would reach into
-// another sequence, or past a row's end, as boxes are written in whole 16 bytes. Either way ends with a barrier of the consumer, behind which only its lead still reads the tile.
+// another sequence, or past a row's end, as boxes are written in whole 16 bytes. Either way ends with a barrier of the consumer, behind
+// which only its lead still reads the tile.
 template <int kConsumer>
 __device__ __forceinline__ void store(Element (&q)[kPanels][kQueryTile][kPanel], const FwdSm90Params& params, const Tile& tile,
                                       const OutFragment& out) {

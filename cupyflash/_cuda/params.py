@@ -72,11 +72,8 @@ STATE = (
     ("lse_type", "i"),
 )
 MERGE_STATES = 24  # of one launch, kMergeStates
-
-MAP_WORDS = 15  # of a tensor map, behind its address
-
 MERGE_SIZES = tuple((name, "i") for name in ("num_states", "batch", "len", "heads", "head_dim", "padding"))
-
+MAP_WORDS = 15  # of a tensor map, behind its address
 TENSOR_MAP = (("address", "P"), ("words", ("Q", MAP_WORDS)))
 
 Fields = tuple[tuple[str, Any], ...]
