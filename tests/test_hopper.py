@@ -1,0 +1,124 @@
+"""What the host tells Hopper's forward, without a GPU: tensor maps, the grid, the order of tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupyflash as cf
+from cupyflash._cuda import params
+from cupyflash._cuda.device import KNOWN
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+SMS = KNOWN[90].sm_count
+Q, K, V, OUT = range(4)
+BLOCKS_PER_MAP = 1 + params.MAP_WORDS
+
+
+class Told:
+    """The last launch: its grid and the fields of its struct. A map holds what the driver was asked for."""
+
+    def __init__(self, cupy: Any) -> None:
+        launch = cupy.launches[-1]
+        assert launch.binary[0] == "fwd_sm90"
+        packer = params.packer("fwd_sm90")
+        fields = packer.unpack(launch.struct[: packer.size])
+        self.grid, self.smem_bytes = launch.grid[0], launch.smem_bytes
+        self.maps = [fields[at * BLOCKS_PER_MAP : (at + 1) * BLOCKS_PER_MAP] for at in range(4)]
+        self.places, self.is_in_turn = fields[-2:]
+
+    def extents(self, which: int) -> list[int]:
+        return list(self.maps[which][3:7])
+
+    def strides(self, which: int) -> list[int]:
+        return list(self.maps[which][7:10])
+
+    def box(self, which: int) -> list[int]:
+        return list(self.maps[which][10:12])
+
+
+def array(cupy: Any, *shape: int, view: Any = None) -> Any:
+    host = np.zeros(shape, BF16)
+    return cupy.ndarray(host if view is None else view(host), 0)
+
+
+def forward(cupy: Any, shape: tuple[int, ...], heads_kv: int | None = None, **options: Any) -> Told:
+    q, k = array(cupy, *shape), array(cupy, *shape[:2], heads_kv or shape[2], shape[3])
+    cf.attn_fwd(q, k, k, **options)
+    return Told(cupy)
+
+
+def test_maps_say_where_rows_lie_and_addresses_are_each_calls_own(fake_cuda: Any) -> None:
+    """q is every second of four heads, k a slice of wider rows, v has one batch row for all."""
+    q = array(fake_cuda, 2, 70, 4, 64, view=lambda host: host[:, :, ::2])
+    k = array(fake_cuda, 2, 90, 2, 128, view=lambda host: host[..., :64])
+    v = array(fake_cuda, 1, 90, 2, 64, view=lambda host: np.broadcast_to(host, (2, 90, 2, 64)))
+    for _ in range(2):
+        out, _ = cf.attn_fwd(q, k, v)
+        told = Told(fake_cuda)
+        assert [told.maps[which][0] for which in range(4)] == [x.data.ptr for x in (q, k, v, out)]
+    assert [told.extents(which) for which in (Q, K, V, OUT)] == [
+        [64, 70, 2, 2],
+        [64, 90, 2, 2],
+        [64, 90, 2, 2],
+        [64, 70, 2, 2],
+    ]
+    assert told.strides(Q) == [2 * 4 * 64, 2 * 2 * 64, 2 * 70 * 4 * 64]
+    assert told.strides(K) == [2 * 2 * 128, 2 * 128, 2 * 90 * 2 * 128]
+    assert told.strides(V) == [2 * 2 * 64, 2 * 64, 0]
+    assert [told.box(which) for which in (Q, K, V, OUT)] == [[64, 128], [64, 128], [64, 128], [64, 64]]
+
+
+def test_an_axis_of_one_may_have_any_stride(fake_cuda: Any) -> None:
+    """Of one element here, which no map could hold."""
+    q = array(
+        fake_cuda, 70, 64, view=lambda host: np.lib.stride_tricks.as_strided(host, (1, 70, 1, 64), (2, 128, 2, 2))
+    )
+    cf.attn_fwd(q, q, q)
+    told = Told(fake_cuda)
+    assert told.strides(Q)[0] == 128
+    assert all(stride % 16 == 0 for stride in told.strides(Q))
+
+
+def test_a_float32_out_is_stored_by_threads(fake_cuda: Any) -> None:
+    told = forward(fake_cuda, (2, 70, 4, 64), out_dtype="float32")
+    assert not any(told.maps[OUT])
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads_kv", "in_turn"),
+    [
+        ((1, 128 * 3, 2, 64), 2, True),  # fewer tiles than multiprocessors: one each
+        ((2, 1024, 16, 128), 16, True),  # 32 heads of 8 tiles: all at once
+        ((8, 1024, 16, 128), 16, False),  # 128 heads: their keys are more than L2 holds
+        ((8, 1024, 16, 128), 2, True),  # of which groups share theirs
+    ],
+)
+def test_blocks_stay_and_heads_take_turns_where_l2_holds_their_keys(
+    fake_cuda: Any, shape: tuple[int, ...], heads_kv: int, in_turn: bool
+) -> None:
+    told = forward(fake_cuda, shape, heads_kv, causal=True)
+    assert told.places == shape[0] * shape[2] * -(-shape[1] // 128)
+    assert told.grid == min(told.places, SMS)
+    assert bool(told.is_in_turn) == in_turn
+
+
+def test_tiles_of_packed_sequences_are_handed_out_one_by_one(fake_cuda: Any) -> None:
+    q = array(fake_cuda, 5000, 16, 64)
+    offsets = fake_cuda.ndarray(np.array([0, 100, 5000], np.int32), 0)
+    cf.attn_fwd(q, q, q, layout="thd", cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    told = Told(fake_cuda)
+    assert told.grid == told.places == 16 * (-(-5000 // 128) + 2 + 2)
+    assert told.is_in_turn
+
+
+def test_more_tiles_than_31_bits_are_refused_before_anything_is_launched(fake_cuda: Any) -> None:
+    """As a view of one row: nothing of this size exists."""
+    one = array(fake_cuda, 1, 1, 1, 8, view=lambda host: np.broadcast_to(host, (2**16, 1, 2**15, 8)))
+    before = len(fake_cuda.launches)
+    with pytest.raises(cf.UnsupportedError, match=r"fwd_sm90: 2147483648 blocks.*Split the batch"):
+        cf.attn_fwd(one, one, one)
+    assert len(fake_cuda.launches) == before
