@@ -63,7 +63,7 @@ def measure(count: int, dtype: Any, copy: float, device: Any) -> list[dict[str, 
     merge()
     weights = [_per_row(weight) for weight in torch.stack(lses).double().softmax(0)]
     exact = sum(weight * state.double() for weight, state in zip(weights, outs, strict=True))
-    close = {"rtol": torch.finfo(dtype).eps, "atol": 1e-5}
+    close: dict[str, Any] = {"rtol": torch.finfo(dtype).eps, "atol": 1e-5}
     torch.testing.assert_close(out.double(), exact, **close)
     for weight, state, dout_s, dlse_s in zip(weights, outs, *differentiate(), strict=True):
         torch.testing.assert_close(dout_s.double(), weight * dout.double(), **close)

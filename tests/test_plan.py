@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -162,7 +163,7 @@ def test_hopper_has_its_own_forward(request_name: str, dtype: str, dims: tuple[i
 def test_a_kernel_may_be_named() -> None:
     hopper = plan_forward(spec(), KNOWN[90])
     assert named("fwd_sm90", spec(), KNOWN[90], is_backward=False) == hopper
-    generic = named("fwd_generic", spec(), KNOWN[90], is_backward=False)
+    generic: Any = named("fwd_generic", spec(), KNOWN[90], is_backward=False)
     assert generic.kernel == "fwd_generic"
     assert named("bwd_generic", spec(), KNOWN[90], is_backward=True) == plan_backward(spec(), KNOWN[90])
     for name, device, backward, accepted in (

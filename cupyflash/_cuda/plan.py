@@ -202,8 +202,8 @@ def legal_forward(spec: Spec, device: Device) -> Iterator[Plan[Any]]:
         why_not = why_not_sm90(spec)
         if why_not is None:
             dim, dim_v = (next(n for n in SM90_HEAD_DIMS if real <= n) for real in (spec.head_dim, spec.head_dim_v))
-            rows, dims = tiles.FWD_SM90[max(dim, dim_v)], {"head_dim": dim, "head_dim_v": dim_v}
-            yield from _fitting(FwdSm90, rows, spec, device, **dims, out_element=spec.out_dtype)
+            sizes: dict[str, Any] = {"head_dim": dim, "head_dim_v": dim_v, "out_element": spec.out_dtype}
+            yield from _fitting(FwdSm90, tiles.FWD_SM90[max(dim, dim_v)], spec, device, **sizes)
             why_not = "none of its tiles has registers left for dropout beside such rows"
         note = f"; not fwd_sm90: {why_not}"
     yield from _fitting(FwdGeneric, _rows(tiles.FWD, spec), spec, device, note, out_element=spec.out_dtype)
@@ -271,7 +271,7 @@ def backward(spec: Spec, device: Device) -> BackwardPlan:
     if spec.deterministic:
         dq = _first(_fitting(BwdDqGeneric, _rows(tiles.DQ, spec), spec, device, **gradients), spec, device)
     if spec.features.bias:
-        bias_gradients = gradients | {"grad_element": spec.dbias_dtype}
+        bias_gradients: dict[str, Any] = gradients | {"grad_element": spec.dbias_dtype}
         dbias_rows = _rows(tiles.DBIAS, spec)
         dbias = _first(_fitting(BwdDbiasGeneric, dbias_rows, spec, device, **bias_gradients), spec, device)
     return BackwardPlan(
