@@ -329,7 +329,7 @@ def _tiles(length: int, tile: int) -> tuple[_Ints, _Ints]:
 
 
 def _forward_traffic(spec: Spec, call: Call, tile: int) -> int:
-    """`fwd_generic`: q, and the keys that its tile sees, once a query tile; out and lse once."""
+    """q, and the keys that its tile sees, once a query tile; out and lse once."""
     item, row = _item(spec.dtype), _item(_row_dtype(spec))
     total = 0
     for band in _bands(call):
