@@ -120,13 +120,23 @@ class Prepared(Ours):
     """cupyflash again, with its arguments checked and packed at the first call: what a call costs the host beyond its
     launches."""
 
+    forward_plan: str | None = None  # the best
+    backward_plan: str | None = None
+
     def forward(self) -> None:
-        self.forward = self.attention.prepare(**self.forward_arrays)
+        self.forward = self.attention.prepare(**self.forward_arrays, plan=self.forward_plan)
         self.forward()
 
     def backward(self) -> None:
-        self.backward = self.attention.prepare(**self.backward_arrays, backward=True)
+        self.backward = self.attention.prepare(**self.backward_arrays, backward=True, plan=self.backward_plan)
         self.backward()
+
+
+class Generic(Prepared):
+    """cupyflash by the kernels that serve every GPU, where this one has its own; a plan that is named is made once."""
+
+    forward_plan = "fwd_generic"
+    backward_plan = "bwd_generic"
 
 
 class OnCupy(Ours):
@@ -144,16 +154,6 @@ class OnCupy(Ours):
 
     def results(self) -> dict[str, Any]:
         return {name: torch.from_dlpack(array) for name, array in super().results().items()}
-
-
-class Generic(Ours):
-    """cupyflash by the kernels that serve every GPU, where this one has its own."""
-
-    def forward(self) -> None:
-        self.attention.fwd(**self.forward_arrays, plan="fwd_generic")
-
-    def backward(self) -> None:
-        self.attention.bwd(**self.backward_arrays, plan="bwd_generic")
 
 
 class Deterministic(Ours):

@@ -93,7 +93,7 @@ class Attention:
     split_len : int, default None
         Forward only: keys per split instead, so that a row's bits do not depend on its batch.
     allow_tf32 : bool, default False
-        float32 products may be rounded to TF32 (11 significant bits). No backend does so yet: see docs/support.md.
+        float32 products may be rounded to TF32 (11 significant bits): on CUDA they are, NumPy has no use for it.
 
     Raises
     ------

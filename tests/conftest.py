@@ -71,13 +71,11 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             pytest.skip("this GPU has no forward but the generic one")
         plan = importlib.import_module("cupyflash._cuda.plan")
         monkeypatch.setattr(plan, "why_not_sm90", lambda spec: "a test wants the generic one")
-        for forget in (plan.forward, _attention._ready):  # what is remembered
-            forget.cache_clear()
-        _attention._accepted.clear()
+        plan.forward.cache_clear()
+        stand_in.forget_forms()
         yield CupyBackend()
-        for forget in (plan.forward, _attention._ready):
-            forget.cache_clear()
-        _attention._accepted.clear()
+        plan.forward.cache_clear()
+        stand_in.forget_forms()
     else:
         yield CupyBackend()
 

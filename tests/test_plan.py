@@ -139,16 +139,17 @@ SM90_REQUESTS: dict[str, dict[str, object]] = {
     "packed sequences": {"packed": True},
     "8 query heads a KV head": {"heads_q": 16, "heads_kv": 2},
     "float32 out": {"out_dtype": "float32"},
+    "dropout": {"features": Features(dropout=True)},
 }
-DROPOUT: dict[str, object] = {"features": Features(dropout=True)}
 
 
 @pytest.mark.parametrize("dims", SM90_SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("request_name", [*SM90_REQUESTS, "dropout"])
+@pytest.mark.parametrize("request_name", SM90_REQUESTS)
 def test_hopper_has_its_own_forward(request_name: str, dtype: str, dims: tuple[int, int]) -> None:
     """A sink, live lengths and positions are no part of a Spec: they change no binary."""
-    plan = plan_forward(spec(dtype, *dims, **(SM90_REQUESTS | {"dropout": DROPOUT})[request_name]), KNOWN[90])
+    asked = spec(dtype, *dims, **SM90_REQUESTS[request_name])
+    plan = plan_forward(asked, KNOWN[90])
     if request_name == "dropout" and dims == (256, 256):
         assert plan.kernel == "fwd_generic" and "not fwd_sm90: none of its tiles has registers left" in plan.why
         return
@@ -156,7 +157,7 @@ def test_hopper_has_its_own_forward(request_name: str, dtype: str, dims: tuple[i
     assert plan.constants.head_dim >= dims[0] and plan.constants.head_dim_v >= dims[1]
     for device in GPUS:
         if device.arch != 90:
-            other = plan_forward(spec(dtype, *dims, **(SM90_REQUESTS | {"dropout": DROPOUT})[request_name]), device)
+            other = plan_forward(asked, device)
             assert other.kernel == "fwd_generic" and "sm90" not in other.why
 
 

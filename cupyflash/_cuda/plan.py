@@ -303,7 +303,8 @@ def validate(override: Any, chosen: Plan | BackwardPlan, device: Device) -> Any:
     """
     if type(override) is not type(chosen):
         given, wanted = type(override).__name__, type(chosen).__name__
-        raise TypeError(f"`plan` is a {given}; a {wanted} is accepted, as `Attention.plan` returns.")
+        accepted = f"a {wanted}, as `Attention.plan` returns, or a kernel's name is accepted"
+        raise TypeError(f"`plan` is a {given}; {accepted}.")
     given_plans = tuple(override) if isinstance(override, BackwardPlan) else (override,)
     wanted_plans = tuple(chosen) if isinstance(chosen, BackwardPlan) else (chosen,)
     for given, wanted in zip(given_plans, wanted_plans, strict=True):
