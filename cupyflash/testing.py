@@ -514,7 +514,9 @@ def assert_close(
 ) -> None:
     """Shape, dtype, places of infinities and NaNs, then values, then the angle between the whole tensors.
 
-        max|actual - expected| <= 2 max|peer - expected| + 2 eps(dtype) max|expected| + 2 eps(sums) terms
+        max|actual - expected| <= 2 max|peer - expected| + 2 eps(dtype) max(max|expected|, tiny(dtype)) + 2 eps(sums) terms
+
+    with tiny the smallest normal number, below which numbers lie as far apart as above it.
 
     Parameters
     ----------
@@ -530,7 +532,8 @@ def assert_close(
         raise AssertionError(f"{name}: shape {actual.shape}, expected {expected.shape}")
     if dtype is not None and actual.dtype != np.dtype(dtype):
         raise AssertionError(f"{name}: dtype {actual.dtype}, expected {dtype}")
-    eps = _eps(actual.dtype)
+    actual_dtype = actual.dtype
+    eps = _eps(actual_dtype)
     eps_sums = min(eps, _eps(np.float32)) if sums is None else _eps(sums)
     actual = actual.astype(np.float64)
     for what, found in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
@@ -544,7 +547,7 @@ def assert_close(
     actual, expected, peer = (np.where(finite, array, 0) for array in (actual, expected, peer))
     size, length = np.abs(expected).max(), float(np.linalg.norm(expected))
     peer_error = np.abs(peer - expected).max(initial=0, where=np.isfinite(peer))
-    floor = eps * size + eps_sums * terms
+    floor = eps * max(size, float(ml_dtypes.finfo(actual_dtype).tiny)) + eps_sums * terms
     limit = PEER_FACTOR * peer_error + ROUNDING_UNITS * floor
     wrong = ~(np.abs(actual - expected) <= limit)
     if wrong.any():

@@ -28,7 +28,7 @@ class Told:
         fields = packer.unpack(launch.struct[: packer.size])
         self.grid, self.smem_bytes = launch.grid[0], launch.smem_bytes
         self.maps = [fields[at * BLOCKS_PER_MAP : (at + 1) * BLOCKS_PER_MAP] for at in range(4)]
-        self.places, self.is_in_turn = fields[-2:]
+        self.places, self.paired_heads, self.heads_at_a_time = fields[-3:]
 
     def extents(self, which: int) -> list[int]:
         return list(self.maps[which][3:7])
@@ -70,7 +70,7 @@ def test_maps_say_where_rows_lie_and_addresses_are_each_calls_own(fake_cuda: Any
     assert told.strides(Q) == [2 * 4 * 64, 2 * 2 * 64, 2 * 70 * 4 * 64]
     assert told.strides(K) == [2 * 2 * 128, 2 * 128, 2 * 90 * 2 * 128]
     assert told.strides(V) == [2 * 2 * 64, 2 * 64, 0]
-    assert [told.box(which) for which in (Q, K, V, OUT)] == [[64, 128], [64, 128], [64, 128], [64, 64]]
+    assert [told.box(which) for which in (Q, K, V, OUT)] == [[64, 192], [64, 128], [64, 128], [64, 64]]
 
 
 def test_an_axis_of_one_may_have_any_stride(fake_cuda: Any) -> None:
@@ -90,30 +90,35 @@ def test_a_float32_out_is_stored_by_threads(fake_cuda: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "heads_kv", "in_turn"),
+    ("shape", "heads_kv", "paired", "at_a_time"),
     [
-        ((1, 128 * 3, 2, 64), 2, True),  # fewer tiles than multiprocessors: one each
-        ((2, 1024, 16, 128), 16, True),  # 32 heads of 8 tiles: all at once
-        ((8, 1024, 16, 128), 16, False),  # 128 heads: their keys are more than L2 holds
-        ((8, 1024, 16, 128), 2, True),  # of which groups share theirs
+        ((1, 128 * 3, 2, 128), 2, 0, 2),  # fewer tiles than multiprocessors: one each
+        ((2, 1024, 16, 128), 16, 0, 32),  # 32 heads of 8 tiles, two rounds in all
+        ((8, 1024, 16, 128), 16, 94, 32),  # 128 heads: all but two rounds' worth, and those odd, in pairs
+        ((8, 1024, 16, 128), 2, 94, 128),  # of which groups share their keys
+        ((1, 2**17, 3, 128), 3, 2, 2),  # one head's keys are more than L2 holds
+        ((1, 2**17, 3, 64), 3, 2, 2),
     ],
 )
-def test_blocks_stay_and_heads_take_turns_where_l2_holds_their_keys(
-    fake_cuda: Any, shape: tuple[int, ...], heads_kv: int, in_turn: bool
+def test_blocks_stay_and_some_heads_go_in_pairs(
+    fake_cuda: Any, shape: tuple[int, ...], heads_kv: int, paired: int, at_a_time: int
 ) -> None:
     told = forward(fake_cuda, shape, heads_kv, causal=True)
-    assert told.places == shape[0] * shape[2] * -(-shape[1] // 128)
+    query_tile = 192 if shape[3] == 64 else 128
+    tiles, heads = -(-shape[1] // query_tile), shape[0] * shape[2]
+    assert told.places == heads * tiles
     assert told.grid == min(told.places, SMS)
-    assert bool(told.is_in_turn) == in_turn
+    assert (told.paired_heads, told.heads_at_a_time) == (paired, at_a_time)
+    assert (heads - paired) * tiles >= min(2 * SMS, told.places) and paired % 2 == at_a_time % 2 == 0
 
 
 def test_tiles_of_packed_sequences_are_handed_out_one_by_one(fake_cuda: Any) -> None:
-    q = array(fake_cuda, 5000, 16, 64)
+    q = array(fake_cuda, 5000, 16, 128)
     offsets = fake_cuda.ndarray(np.array([0, 100, 5000], np.int32), 0)
     cf.attn_fwd(q, q, q, layout="thd", cu_seqlens_q=offsets, cu_seqlens_k=offsets)
     told = Told(fake_cuda)
     assert told.grid == told.places == 16 * (-(-5000 // 128) + 2 + 2)
-    assert told.is_in_turn
+    assert told.paired_heads == 0
 
 
 def test_more_tiles_than_31_bits_are_refused_before_anything_is_launched(fake_cuda: Any) -> None:

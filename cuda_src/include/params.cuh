@@ -87,7 +87,8 @@ struct FwdSm90Params {
   Tensor out;                   // [B, Nq, Hq, Dv]
   Tensor lse;                   // [B, Hq, Nq]
   int places;                   // query tiles of all heads and batches
-  int is_in_turn;               // the order of places: all heads in turn, else head by head, and a block takes two at a time
+  int paired_heads;             // how many of the first heads have their tiles taken in pairs; even
+  int heads_at_a_time;          // even
 };
 
 struct BwdPreprocessParams {

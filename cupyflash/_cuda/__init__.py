@@ -29,6 +29,7 @@ from .tensor_map import NO_MAP, tensor_map
 if TYPE_CHECKING:
     from .._merge import MergeCall
 
+_L2_BYTES = 16 * 2**20  # of keys and values that a GPU with fwd_sm90 keeps beside all else
 _ALIGN = 256  # bytes, of each part of a workspace
 
 
@@ -67,17 +68,28 @@ def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric | FwdSm90]) -> Work:
             (call.v, c.key_tile),
             (call.out, SM90_ROWS),
         ):
-            has_boxes = _given(view).dtype == c.element
+            has_boxes = view is not call.out or c.passes_out
             boxes += tensor_map(_given(view), box_rows, call.device) if has_boxes else NO_MAP
-        # Nobody knows the lengths of packed sequences, so the hardware hands out tiles. Else blocks stay and load
-        # ahead; were more heads than half of them under way at once, L2 could not hold the keys.
+        # Nobody knows the lengths of packed sequences, so the hardware hands out tiles. Else blocks stay and load ahead.
         staying = _device.of(call.device).sm_count
         grid = blocks if spec.packed else min(blocks, staying)
-        is_in_turn = spec.packed or blocks <= staying or 2 * call.batch * spec.heads_kv <= staying
-        schedule.launch(plan, grid, (*boxes, *shared, *written, blocks, int(is_in_turn)))
+        tiles = tiles_of(call.len_q, c.query_tile, call)
+        schedule.launch(plan, grid, (*boxes, *shared, *written, blocks, *_order(spec, call, tiles, blocks, grid)))
     else:
         schedule.launch(plan, blocks, (*shared, *rows(call.q), *rows(call.k), *rows(call.v), *written))
     return schedule
+
+
+def _order(spec: Spec, call: Call, tiles: int, blocks: int, grid: int) -> tuple[int, int]:
+    """How many of the heads go in pairs, and how many at a time (tile_of of fwd_sm90.cu).
+
+    All but the last two rounds of tiles are paired, for these even out what is left; L2 keeps what goes at a time.
+    """
+    heads = blocks // tiles
+    alone = heads if spec.packed else -(-2 * grid // tiles)
+    key_bytes = ITEM_BYTES[spec.dtype] * call.len_k * (spec.head_dim + spec.head_dim_v)
+    at_a_time = _L2_BYTES // key_bytes * (spec.heads_q // spec.heads_kv)
+    return max(heads - alone, 0) // 2 * 2, max(min(at_a_time, heads + 1) // 2 * 2, 2)
 
 
 def workspace_bytes(spec: Spec, call: Call, *, backward: bool) -> int:

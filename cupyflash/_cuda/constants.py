@@ -62,6 +62,9 @@ class FwdGeneric(_Scores):
         return item * (tiles + probabilities)
 
 
+_TILES = 4  # that fwd_sm90 publishes at a time: its kTiles
+
+
 @dataclass(frozen=True, slots=True)
 class FwdSm90(_Scores):
     """`fwd_sm90.cu`."""
@@ -73,9 +76,15 @@ class FwdSm90(_Scores):
     @property
     def smem_bytes(self) -> int:
         q = self.query_stages * self.query_tile * self.head_dim
-        tiles = q + self.stages * self.key_tile * (self.head_dim + self.head_dim_v)
-        barriers, published = 8 * (2 * self.query_stages + 4 * self.stages), 72 * (self.query_stages + 1)
+        out = self.query_tile * self.head_dim_v if self.passes_out else 0
+        tiles = q + self.stages * self.key_tile * (self.head_dim + self.head_dim_v) + out
+        barriers, published = 8 * (2 * self.query_stages + 4 * self.stages + 2 * _TILES), 88 * _TILES
         return -(-(2 * tiles + barriers + published) // 1024) * 1024
+
+    @property
+    def passes_out(self) -> bool:
+        """Whether `out` leaves through shared memory, in boxes."""
+        return self.out_element == self.element and self.head_dim_v <= 128
 
 
 @dataclass(frozen=True, slots=True)

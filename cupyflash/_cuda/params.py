@@ -102,7 +102,8 @@ STRUCTS: dict[str, Fields] = {
         ("out", TENSOR),
         ("lse", TENSOR),
         ("places", "i"),
-        ("is_in_turn", "i"),
+        ("paired_heads", "i"),
+        ("heads_at_a_time", "i"),
     ),
     "BwdPreprocessParams": (
         ("problem", PROBLEM),

@@ -222,8 +222,9 @@ def _gradients(spec: Spec) -> dict[str, Any]:
 def _is_whole(c: Any) -> bool:
     """Whether the warps' shares are whole: two 16x8 tiles side by side for tensor cores, one for FMA."""
     if isinstance(c, FwdSm90):
-        consumers, fits = 2, c.key_tile in SM90_KEY_TILES and c.query_stages in (1, 2) and c.stages > 0
-        return fits and c.query_tile == consumers * SM90_ROWS and c.warps == 4 * (1 + consumers)
+        consumers, rest = divmod(c.query_tile, SM90_ROWS)
+        fits = c.key_tile in SM90_KEY_TILES and c.query_stages in (1, 2) and c.stages > 0
+        return fits and consumers in (2, 3) and rest == 0 and c.warps == 4 * (1 + consumers)
     columns = 16 if ITEM_BYTES[c.element] == 2 else 8
     if c.query_tile % 16 or c.key_tile % 16 or ROW_PAD % c.query_tile:
         return False

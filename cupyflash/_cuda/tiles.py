@@ -94,17 +94,16 @@ FWD: dict[int, dict[int, list[FwdTile]]] = {
 }
 # The same for fwd_sm90, by the larger of the head dims alone.
 FWD_SM90: dict[int, list[Sm90Tile]] = {
-    64: [Sm90Tile(128, 128, 2, 3, 12, Room.SEVERAL), Sm90Tile(128, 96, 2, 3, 12)],
+    64: [Sm90Tile(192, 128, 2, 3, 16, Room.ONE), Sm90Tile(128, 128, 2, 3, 12, Room.SEVERAL), Sm90Tile(128, 96, 2, 3, 12)],
     128: [Sm90Tile(128, 128, 2, 2, 12, Room.SEVERAL), Sm90Tile(128, 64, 2, 2, 12)],
     192: [
-        Sm90Tile(128, 112, 1, 2, 12, Room.RAW),
+        Sm90Tile(128, 112, 1, 2, 12, Room.ONE),
         Sm90Tile(128, 80, 1, 2, 12, Room.SEVERAL),
         Sm90Tile(128, 32, 1, 2, 12),
     ],
     256: [
-        Sm90Tile(128, 80, 1, 2, 12, Room.RAW),
-        Sm90Tile(128, 48, 1, 2, 12, Room.ONE),
-        Sm90Tile(128, 32, 1, 2, 12, Room.SEVERAL),
+        Sm90Tile(128, 80, 1, 2, 12, Room.ONE),
+        Sm90Tile(128, 48, 1, 2, 12, Room.SEVERAL),
     ],
 }
 BWD: dict[int, dict[int, list[BwdTile]]] = {

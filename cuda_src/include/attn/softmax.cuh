@@ -124,12 +124,9 @@ struct Softmax {
       total = total * factor + ptx::exp2((sink - both) * T(kLog2E));
       top = both;
     }
-    if (total == 0) {
-      factor = 0;
-      return -kInfinity;
-    }
-    factor /= total;
-    return top + ptx::log2(total) * T(kLn2);
+    const bool is_empty = total == 0;
+    factor = is_empty ? 0 : factor * ptx::reciprocal(total);
+    return is_empty ? -kInfinity : top + ptx::log2(total) * T(kLn2);
   }
 };
 

@@ -19,6 +19,14 @@ __device__ __forceinline__ float log2(float x) {
 }
 __device__ __forceinline__ double log2(double x) { return ::log2(x); }
 
+// 1 / x of a normal number, within an ulp.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ double reciprocal(double x) { return 1 / x; }
+
 // Absolute error at most 2^-11 (contract, Forward step 2 allows it for 16-bit inputs).
 __device__ __forceinline__ float tanh_fast(float x) {
   float y;

@@ -31,8 +31,12 @@ __device__ __forceinline__ void mbarrier_wait(Barrier& barrier, int parity) {
       "}" ::"r"(shared_address(&barrier)), "r"(parity) : "memory");
 }
 
-// The id is a constant: a register makes ptxas reserve all sixteen.
-template <int kId, int kThreads>
-__device__ __forceinline__ void named_barrier_sync() { asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory"); }
+// Of `threads` threads, those that sync and those that only arrive.
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 }  // namespace cf::ptx

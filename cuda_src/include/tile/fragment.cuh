@@ -56,14 +56,51 @@ __device__ __forceinline__ void store_shared(Tile& tile, int row, int col, const
       }
 }
 
+// Four neighbouring columns of a row.
+template <class T>
+union alignas(4 * sizeof(T)) Quad {
+  T x[4];
+  uint32 pair[2];  // of 16 bits each
+};
+
+// Two neighbouring tiles' columns of a row: lane pairs swap a word each, so that each lane owns consecutive ones, `even` first.
+template <class Word>
+__device__ __forceinline__ void swap_columns(Word& even, Word& odd) {
+  const bool is_odd = lane() & 1;
+  const Word got = __shfl_xor_sync(kFullWarp, is_odd ? even : odd, 1);
+  even = is_odd ? got : even;
+  odd = is_odd ? odd : got;
+}
+
+// Half the lane's row of a fragment as quads, one for each pair of tiles.
+template <class T, int kN>
+__device__ __forceinline__ void to_quads(Quad<T> (&quads)[kN / 2], const float (&row)[kN][4], int half) {
+#pragma unroll
+  for (int n = 0; n < kN; n += 2) {
+    const float *even = row[n] + 2 * half, *odd = row[n + 1] + 2 * half;
+    Quad<T>& quad = quads[n / 2];
+    if constexpr (kIsHalf<T>) {
+      quad.pair[0] = pack<T>(even[0], even[1]);
+      quad.pair[1] = pack<T>(odd[0], odd[1]);
+      swap_columns(quad.pair[0], quad.pair[1]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        quad.x[i] = even[i];
+        quad.x[2 + i] = odd[i];
+        swap_columns(quad.x[i], quad.x[2 + i]);
+      }
+    }
+  }
+}
+
 // Writes a fragment to global rows, its first element at gmem[0]; only rows below `rows` and columns below `cols`.
-// Lane pairs exchange halves of two neighbouring tiles first, so that each lane owns four consecutive columns and a
-// quad writes whole 32-byte sectors of 16-bit data. kBytes: the alignment of every row. With kAdd the values are added.
+// By quads where rows allow it: four lanes write whole 32-byte sectors of 16-bit data, and all exchanges come before the first store.
+// kBytes: the alignment of every row. With kAdd the values are added.
 template <class T, int kBytes, bool kAdd, int kM, int kN, class A>
 __device__ __forceinline__ void store_global(T* gmem, int64 row_stride, int rows, int cols, const Fragment<kM, kN, A>& f) {
-  const bool odd = lane() & 1;
   constexpr bool kVector = !kAdd && kIsSame<A, float> && kBytes >= 4 * static_cast<int>(sizeof(T)) && kN % 2 == 0;
-  const int first = kVector ? 8 * odd + lane() % 4 / 2 * 4 : fragment_col(0);  // of this lane's columns in the first tile, or pair
+  const int first = kVector ? lane() % 2 * 8 + lane() % 4 / 2 * 4 : fragment_col(0);  // of this lane's columns in the first tile, or pair
   const int room = cols - first;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
@@ -72,25 +109,19 @@ __device__ __forceinline__ void store_global(T* gmem, int64 row_stride, int rows
       const int row = 16 * m + fragment_row(2 * half);
       T* const dst = gmem + row * row_stride + first;
       if constexpr (kVector) {
+        Quad<T> quads[kN / 2];
+        to_quads(quads, f.x[m], half);
+        if (row >= rows) continue;
+        const bool is_whole = cols == 8 * kN;
 #pragma unroll
         for (int n = 0; n < kN; n += 2) {
-          const float* even_tile = f.x[m][n] + 2 * half;
-          const float* odd_tile = f.x[m][n + 1] + 2 * half;
-          const float give0 = odd ? even_tile[0] : odd_tile[0], give1 = odd ? even_tile[1] : odd_tile[1];
-          const float got0 = __shfl_xor_sync(kFullWarp, give0, 1), got1 = __shfl_xor_sync(kFullWarp, give1, 1);
-          float v[4];
-          v[0] = odd ? got0 : even_tile[0];
-          v[1] = odd ? got1 : even_tile[1];
-          v[2] = odd ? odd_tile[0] : got0;
-          v[3] = odd ? odd_tile[1] : got1;
-          if (row >= rows) continue;
-          if (8 * n + 4 <= room) {
-            if constexpr (kIsHalf<T>) *reinterpret_cast<uint2*>(dst + 8 * n) = make_uint2(pack<T>(v[0], v[1]), pack<T>(v[2], v[3]));
-            else *reinterpret_cast<float4*>(dst + 8 * n) = make_float4(v[0], v[1], v[2], v[3]);
+          const Quad<T>& quad = quads[n / 2];
+          if (is_whole || 8 * n + 4 <= room) {
+            *reinterpret_cast<Quad<T>*>(dst + 8 * n) = quad;
           } else {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-              if (8 * n + i < room) dst[8 * n + i] = convert<T>(v[i]);
+              if (8 * n + i < room) dst[8 * n + i] = quad.x[i];
           }
         }
       } else if (row < rows) {
