@@ -70,6 +70,9 @@ constexpr int kQueryPanelBytes = kQueryTile * kPanel * 2, kKeyPanelBytes = kKeyT
 
 using Switches = attn::Switches<float, BiasElement, kIsMasked, kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative, true>;
 using SFragment = warp::Fragment<1, kKeyTile / 8>;
+constexpr int kHalfTile = kKeyTile / 2;  // of keys
+constexpr bool kSkipsHalf = kIsMasked && kConsumers == 2 && Switches::kIsRaw && !kHasDropout;  // on the diagonal; registers allow no more
+using SHalf = warp::Fragment<1, kHalfTile / 8>;
 using OutFragment = warp::Fragment<1, kHeadDimV / 8>;
 using Softmax = attn::Softmax<1, float, false>;
 
@@ -272,6 +275,27 @@ __device__ __forceinline__ void finish_rows(OutFragment& out, float (&factor)[2]
   multiply_rows(out, factor);
 }
 
+// s becomes p. Whether `out` is to be multiplied with `rescale`.
+template <int kN>
+__device__ __forceinline__ bool to_probabilities(warp::Fragment<1, kN>& s, Softmax& softmax, float (&rescale)[2],
+                                                 const attn::ScoreMap<Switches>& scores, const FwdSm90Params& params, const Tile& tile,
+                                                 int query, int key) {
+  const float fold = params.scores.fold;
+  scores.apply(s, query, key, static_cast<warp::Fragment<1, kN>*>(nullptr));
+  const Softmax::Step step = softmax.raise(s, fold);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    rescale[half] = step.rescale[0][half];
+    softmax.sum[0][half] *= rescale[half];
+  }
+  softmax.add(s, step, fold);
+  if constexpr (kHasDropout) {  // the LSE is of the undropped row
+    const attn::Dropout dropout(params.scores, params.problem, tile.sequence, tile.head);
+    dropout.for_each(s, query, key, [](float& p, bool is_kept) { p = is_kept ? p : 0.0f; });
+  }
+  return step.has_risen;
+}
+
 // What lies behind a sequence's last key is another's, or dead: its p is 0, but 0 times a NaN is none. Each consumer zeroes it for itself.
 __device__ __forceinline__ void zero_values(int consumer, Element (&v)[kPanelsV][kKeyTile][kPanel], int first_row) {
   constexpr int kChunk = 16 / sizeof(Element), kChunks = kPanel / kChunk;
@@ -323,7 +347,6 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
   const int warp_row = consumer * kRows + threadIdx.x % kGroup / kWarpSize * 16;
   const uint64 q = ptx::descriptor(ptx::shared_address(smem.q[0][0][consumer * kRows]), 16);
   const uint64 k = ptx::descriptor(ptx::shared_address(smem.k), 16), v = ptx::descriptor(ptx::shared_address(smem.v), kKeyPanelBytes);
-  const float fold = params.scores.fold;
   Ring<kTiles> tiles;
   Ring<kQueryStages> queries;
   Ring<kStages> keys, values;
@@ -377,27 +400,19 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
     const int query = tile.query_begin + warp_row;
     const attn::ScoreMap<Switches> scores(problem, params.scores, seq, tile.head);
     Softmax softmax;
-    const auto probabilities = [&](int key) {  // s becomes p; whether `out` is to be multiplied with `rescale`
-      scores.apply(s, query, key, static_cast<SFragment*>(nullptr));
-      const Softmax::Step step = softmax.raise(s, fold);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        rescale[half] = step.rescale[0][half];
-        softmax.sum[0][half] *= rescale[half];
-      }
-      softmax.add(s, step, fold);
-      if constexpr (kHasDropout) {  // the LSE is of the undropped row
-        const attn::Dropout dropout(params.scores, problem, seq, tile.head);
-        dropout.for_each(s, query, key, [](float& p, bool is_kept) { p = is_kept ? p : 0.0f; });
-      }
-      return step.has_risen;
-    };
+    const auto probabilities = [&](int key) { return to_probabilities(s, softmax, rescale, scores, params, tile, query, key); };
 
     int key = tile.end * kKeyTile - kKeyTile, left = tile.count - 1;
     out.zero();
     ptx::wgmma_wait<0>();
     take_scores(left == 0);
-    probabilities(key);
+    if (kSkipsHalf && scores.band.keys_of(query, min_of(query + 16, seq.len_q)).end <= key + kHalfTile) {  // the other half is seen by none
+      SHalf* const halves = reinterpret_cast<SHalf*>(&s);
+      to_probabilities(halves[0], softmax, rescale, scores, params, tile, query, key);
+      halves[1].zero();
+    } else {
+      probabilities(key);
+    }
     bool has_risen = false;  // the first product finds zeros
     pack_probabilities(p, s);
     const int live_rows = seq.len_k - key;  // of the first tile; a tensor's end reads as zeros anyway
@@ -430,7 +445,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
     queries.advance();
     has_tile = await_tile();
     issue_scores();  // of nothing, if there is none: a product under a condition would be waited for at once
-    give_turn();
+    if (has_tile || consumer < kConsumers - 1) give_turn();
     const bool has_sink = params.scores.sink && !seq.is_slack;
     const float sink = has_sink ? static_cast<const float*>(params.scores.sink)[tile.head] : 0;
     float factor[2];

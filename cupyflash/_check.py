@@ -668,8 +668,16 @@ def _describe(
         allow_tf32=attention.allow_tf32,
         align=_alignment(arrays, outputs),
         has_boxes=not backward and _has_boxes(arrays),
-        size_class="short" if typical_k <= 128 else "decode" if typical_q <= 16 else "normal",
+        size_class=_size_class(typical_q, typical_k),
     )
+
+
+def _size_class(len_q: int, len_k: int) -> str:
+    if len_k <= 128:
+        return "short"
+    if len_q <= 16:
+        return "decode"
+    return "medium" if len_k <= 1024 else "normal"
 
 
 def _dbias_dtype(arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) -> str | None:

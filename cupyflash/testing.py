@@ -514,9 +514,9 @@ def assert_close(
 ) -> None:
     """Shape, dtype, places of infinities and NaNs, then values, then the angle between the whole tensors.
 
-        max|actual - expected| <= 2 max|peer - expected| + 2 eps(dtype) max(max|expected|, tiny(dtype)) + 2 eps(sums) terms
+        max|actual - expected| <= 2 max|peer - expected| + 2 eps(dtype) max(max|expected|, tiny) + 2 eps(sums) terms
 
-    with tiny the smallest normal number, below which numbers lie as far apart as above it.
+    with tiny the dtype's smallest normal number, below which numbers lie as far apart as above it.
 
     Parameters
     ----------

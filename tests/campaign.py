@@ -309,7 +309,7 @@ def _workspace(
 def _grids(problem: Problem) -> tuple[float, ...]:
     """Draws of the peer: one where results have many values, several where the largest of a few errors is luck.
 
-    So it is where rows repeat: of equal keys every product of dS cancels, and what is left is the roundings of a few numbers.
+    So it is where rows repeat: over equal keys the products of dS cancel, and roundings of a few numbers are left.
     """
     sizes = [
         math.prod(problem.out_shape),

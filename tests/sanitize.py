@@ -77,7 +77,7 @@ def suite(dtypes: Sequence[str]) -> None:
         return cupy.asarray(rng.standard_normal(shape).astype(np.float32).astype(dtype))
 
     def differentiate(attention: cf.Attention, q: Any, k: Any, v: Any, dout: Any, **given: Any) -> None:
-        # initcheck does not see what the copy engine writes: values stand there before, and NaNs would show in what reads them.
+        # initcheck does not see what the copy engine writes: NaNs stand there before, and none may be left.
         out, lse = attention.fwd(q, k, v, out=cupy.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype), **given)
         assert bool(cupy.isfinite(out.astype(np.float32)).all())
         for deterministic in (False, True):

@@ -33,7 +33,8 @@ SOMEBODY = 12_345  # a user who is not us
 DIGEST_LENGTH = 40  # CuPy writes a binary's SHA-1 in front of it
 
 COMPILE = (sys.executable, "-m", "tests.test_cache")
-RUN = (sys.executable, "-m", "tests.field.selfcheck", "cupy", "3")  # float32, by kernels that every architecture can have
+# float32: kernels that any architecture can have.
+RUN = (sys.executable, "-m", "tests.field.selfcheck", "cupy", "3")
 # Root is bound by permissions like anybody else once it has given up CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH.
 BOUND = """
 import ctypes, os, sys

@@ -28,7 +28,7 @@ class Told:
         fields = packer.unpack(launch.struct[: packer.size])
         self.grid, self.smem_bytes = launch.grid[0], launch.smem_bytes
         self.maps = [fields[at * BLOCKS_PER_MAP : (at + 1) * BLOCKS_PER_MAP] for at in range(4)]
-        self.places, self.paired_heads, self.heads_at_a_time = fields[-3:]
+        self.places, self.paired_heads, self.heads_at_a_time, _ = fields[-4:]
 
     def extents(self, which: int) -> list[int]:
         return list(self.maps[which][3:7])

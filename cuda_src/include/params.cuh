@@ -89,6 +89,7 @@ struct FwdSm90Params {
   int places;                   // query tiles of all heads and batches
   int paired_heads;             // how many of the first heads have their tiles taken in pairs; even
   int heads_at_a_time;          // even
+  int padding;
 };
 
 struct BwdPreprocessParams {

@@ -70,11 +70,11 @@ def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric | FwdSm90]) -> Work:
         ):
             has_boxes = view is not call.out or c.passes_out
             boxes += tensor_map(_given(view), box_rows, call.device) if has_boxes else NO_MAP
-        # Nobody knows the lengths of packed sequences, so the hardware hands out tiles. Else blocks stay and load ahead.
+        # Nobody knows the lengths of packed sequences: the hardware hands out tiles. Else blocks stay and load ahead.
         staying = _device.of(call.device).sm_count
         grid = blocks if spec.packed else min(blocks, staying)
         tiles = tiles_of(call.len_q, c.query_tile, call)
-        schedule.launch(plan, grid, (*boxes, *shared, *written, blocks, *_order(spec, call, tiles, blocks, grid)))
+        schedule.launch(plan, grid, (*boxes, *shared, *written, blocks, *_order(spec, call, tiles, blocks, grid), 0))
     else:
         schedule.launch(plan, blocks, (*shared, *rows(call.q), *rows(call.k), *rows(call.v), *written))
     return schedule

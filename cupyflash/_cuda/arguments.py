@@ -65,11 +65,12 @@ def problem(spec: Spec, call: Call, query_tile: int, key_tile: int) -> tuple[Any
     )
 
 
-def fold_of(spec: Spec, scale: float) -> float:
-    """What brings scores to base-2 exponents: log2(e), times |scale| where nothing but the scale changes them."""
-    if spec.features.softcap or spec.features.alibi or spec.features.bias:
+def fold_of(spec: Spec, call: Call) -> float:
+    """What brings the kernels' scores to base-2 exponents (scores.cuh): they leave out a last step that only scales."""
+    features = spec.features
+    if features.alibi or features.bias:
         return LOG2_E
-    return max(abs(scale) * LOG2_E, LEAST_FOLD)
+    return max((call.softcap if features.softcap else abs(call.scale)) * LOG2_E, LEAST_FOLD)
 
 
 def scores(spec: Spec, call: Call) -> tuple[Any, ...]:
@@ -86,7 +87,7 @@ def scores(spec: Spec, call: Call) -> tuple[Any, ...]:
         0 if isinstance(seed, View) else seed,
         0 if isinstance(offset, View) else offset,
         call.scale,
-        fold_of(spec, call.scale),
+        fold_of(spec, call),
         call.softcap,
         call.scale / call.softcap if call.softcap else 0.0,
         1.0 / keep,

@@ -104,6 +104,7 @@ STRUCTS: dict[str, Fields] = {
         ("places", "i"),
         ("paired_heads", "i"),
         ("heads_at_a_time", "i"),
+        ("padding", "i"),
     ),
     "BwdPreprocessParams": (
         ("problem", PROBLEM),

@@ -168,8 +168,7 @@ def _fitting(
 ) -> Iterator[Plan[Any]]:
     """Plans of the table's rows that the device can hold, in order."""
     shared = _score_constants(spec) | more
-    changes = shared["has_softcap"] + shared["is_scale_negative"] + 2 * (shared["has_alibi"] or shared["has_bias"])
-    needed = tiles.Room.ANY if shared["has_dropout"] else min(changes, tiles.Room.SEVERAL)
+    needed = _room(shared)
     for rank, tile in enumerate(rows):
         sizes = tile._asdict()
         if sizes.pop("room", needed) < needed:
@@ -178,6 +177,17 @@ def _fitting(
         if constants.smem_bytes <= device.smem_bytes and _is_whole(constants):
             why = f"row {rank} of the tile table: the first whose tiles fit {device.smem_bytes} bytes of shared memory"
             yield Plan(constants, device.arch, why + note)
+
+
+def _room(constants: dict[str, Any]) -> tiles.Room:
+    switches = (
+        ("has_dropout", tiles.Room.ANY),
+        ("has_bias", tiles.Room.BIAS),
+        ("has_alibi", tiles.Room.ALIBI),
+        ("has_softcap", tiles.Room.ONE),
+        ("is_scale_negative", tiles.Room.ONE),
+    )
+    return max((room for switch, room in switches if constants[switch]), default=tiles.Room.RAW)
 
 
 def _rows(table: TileTable, spec: Spec) -> list[Any]:
@@ -203,7 +213,11 @@ def legal_forward(spec: Spec, device: Device) -> Iterator[Plan[Any]]:
         if why_not is None:
             dim, dim_v = (next(n for n in SM90_HEAD_DIMS if real <= n) for real in (spec.head_dim, spec.head_dim_v))
             sizes: dict[str, Any] = {"head_dim": dim, "head_dim_v": dim_v, "out_element": spec.out_dtype}
-            yield from _fitting(FwdSm90, tiles.FWD_SM90[max(dim, dim_v)], spec, device, **sizes)
+            rows = tiles.FWD_SM90[max(dim, dim_v)]
+            first = tiles.FWD_SM90_SMALL_MASKED.get(max(dim, dim_v))
+            if first and spec.size_class != "normal" and spec.mask is not Mask.NONE:
+                rows = [first, *rows]
+            yield from _fitting(FwdSm90, rows, spec, device, **sizes)
             why_not = "none of its tiles has registers left for dropout beside such rows"
         note = f"; not fwd_sm90: {why_not}"
     yield from _fitting(FwdGeneric, _rows(tiles.FWD, spec), spec, device, note, out_element=spec.out_dtype)

@@ -49,7 +49,8 @@ struct Band {
   __device__ __forceinline__ Range keys_of(int q) const {
     if (q >= len_q) return {0, 0};
     if constexpr (!kIsMasked) return {0, len_k};
-    return {q + low, max_of(q + low, min_of(len_k, q + high + 1))};
+    const int begin = max_of(0, q + low);
+    return {begin, max_of(begin, min_of(len_k, q + high + 1))};
   }
 };
 

@@ -2,8 +2,8 @@
 //
 //   x = scale s;   softcap: x <- c tanh(x / c);   ALiBi: x <- x - m |p - r|;   bias: x <- x + b     (contract, Forward 1 to 4)
 //
-// Where nothing follows the scale, scores stay raw (s, or -s under a negative scale) and `fold` carries |scale| log2(e) into
-// the exponent; else x is in natural units and fold is log2(e).
+// Where nothing follows the scale, scores stay raw (s, or -s under a negative scale) and `fold` carries |scale| log2(e) into the exponent;
+// where nothing follows the softcap they stay tanh, and fold is c log2(e); else x is in natural units and fold is log2(e).
 #pragma once
 #include "attn/mask.cuh"
 #include "ptx/math.cuh"
@@ -53,7 +53,7 @@ struct ScoreMap {
     return row;
   }
 
-  // s -> x of a visible pair `offset` columns on; `derivative` becomes 1 - (x_softcapped / c)^2, or stays 1.
+  // s -> x of a visible pair `offset` columns on, but for the bias; `derivative` becomes 1 - (x_softcapped / c)^2, or stays 1.
   __device__ __forceinline__ T change(T s, const Row& row, int offset, T& derivative) const {
     derivative = 1;
     if constexpr (S::kIsRaw) return S::kIsScaleNegative ? -s : s;
@@ -63,11 +63,42 @@ struct ScoreMap {
       if constexpr (S::kIsTanhFast) t = ptx::tanh_fast(softcap_scale * s);
       else t = ptx::tanh(softcap_scale * s);
       derivative = 1 - t * t;
+      if constexpr (!S::kHasAlibi && !S::kHasBias) return t;
       x = softcap * t;
     }
     if constexpr (S::kHasAlibi) x -= slope * ptx::abs(row.distance - static_cast<T>(offset));
-    if constexpr (S::kHasBias) x += convert<T>(row.bias[offset * bias_stride_k]);
     return x;
+  }
+
+  // Whether four columns of any row of the bias can be read at once.
+  __device__ __forceinline__ bool has_bias_quads() const {
+    constexpr int kItem = sizeof(typename S::BiasElement), kQuad = min_of(4 * kItem, 16);
+    return bias_stride_k == 1 && (reinterpret_cast<uint64>(bias) % kQuad | uint64(bias_stride_q) * kItem % kQuad) == 0;
+  }
+
+  // The same as `apply` where everything is visible.
+  template <int kM, int kN>
+  __device__ __forceinline__ void apply_with_bias_quads(warp::Fragment<kM, kN, T>& s, int query, int key,
+                                                        warp::Fragment<kM, kN, T>* derivative) const {
+    using Bias = typename S::BiasElement;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int query_row = query + 16 * m + warp::fragment_row(2 * half);
+        const Row row = row_of(query_row, key + warp::fragment_col(0));
+        warp::Quad<Bias> quads[kN / 2];
+        warp::load_quads(quads, bias + query_row * bias_stride_q + key);
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            T& score = s.x[m][n][2 * half + i];
+            T slope = 1;
+            score = change(score, row, 8 * n + i, slope) + convert<T>(quads[n / 2].x[n % 2 * 2 + i]);
+            if (derivative) derivative->x[m][n][2 * half + i] = slope;
+          }
+      }
   }
 
   // Of a lane's columns 0, 1, 8, 9, 16, 17 ... one bit for each below `end`: bits turn into predicates seven at a time, compared numbers do
@@ -83,6 +114,12 @@ struct ScoreMap {
   __device__ __forceinline__ bool apply(warp::Fragment<kM, kN, T>& s, int query, int key, warp::Fragment<kM, kN, T>* derivative) const {
     const bool is_full = band.is_full(query, 16 * kM, key, 8 * kN);
     if (S::kIsRaw && !S::kIsScaleNegative && is_full) return true;
+    if constexpr (S::kHasBias && sizeof(typename S::BiasElement) <= 4 && kN % 2 == 0) {
+      if (is_full && has_bias_quads()) {
+        apply_with_bias_quads(s, query, key, derivative);
+        return false;
+      }
+    }
     const int first_col = key + warp::fragment_col(0);
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -101,7 +138,10 @@ struct ScoreMap {
             T& score = s.x[m][n][2 * half + i];
             T slope = 1, x = -kInfinity;
             const bool is_visible = bits >> (n % kPerWord * 2 + i) & 1;
-            if (is_full || is_visible) x = change(score, row, 8 * n + i, slope);
+            if (is_full || is_visible) {
+              x = change(score, row, 8 * n + i, slope);
+              if constexpr (S::kHasBias) x += convert<T>(row.bias[(8 * n + i) * bias_stride_k]);
+            }
             score = x;
             if (derivative) derivative->x[m][n][2 * half + i] = slope;
           }

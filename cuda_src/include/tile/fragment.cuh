@@ -56,20 +56,41 @@ __device__ __forceinline__ void store_shared(Tile& tile, int row, int col, const
       }
 }
 
-// Four neighbouring columns of a row.
-template <class T>
-union alignas(4 * sizeof(T)) Quad {
-  T x[4];
-  uint32 pair[2];  // of 16 bits each
-};
-
-// Two neighbouring tiles' columns of a row: lane pairs swap a word each, so that each lane owns consecutive ones, `even` first.
+// Lane pairs swap a word each.
 template <class Word>
-__device__ __forceinline__ void swap_columns(Word& even, Word& odd) {
+__device__ __forceinline__ void swap_words(Word& even, Word& odd) {
   const bool is_odd = lane() & 1;
   const Word got = __shfl_xor_sync(kFullWarp, is_odd ? even : odd, 1);
   even = is_odd ? got : even;
   odd = is_odd ? odd : got;
+}
+
+// Four columns of a row: two each of two neighbouring tiles, as accumulators have them, or four consecutive ones of one of the two tiles,
+// as memory has them.
+template <class T>
+union alignas(min_of(4 * static_cast<int>(sizeof(T)), 16)) Quad {
+  T x[4];
+  uint32 pair[2];  // of 16 bits each
+
+  // From one to the other.
+  __device__ __forceinline__ void swap() {
+    if constexpr (kIsHalf<T>) {
+      swap_words(pair[0], pair[1]);
+    } else {
+      swap_words(x[0], x[2]);
+      swap_words(x[1], x[3]);
+    }
+  }
+};
+
+// The lane's columns of a global row whose first element is gmem[0]: of tile n, quads[n / 2].x[n % 2 * 2] and the next.
+template <class T, int kQuads>
+__device__ __forceinline__ void load_quads(Quad<T> (&quads)[kQuads], const T* gmem) {
+  const Quad<T>* src = reinterpret_cast<const Quad<T>*>(gmem + lane() % 2 * 8 + lane() % 4 / 2 * 4);
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) quads[i] = src[4 * i];
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) quads[i].swap();
 }
 
 // Half the lane's row of a fragment as quads, one for each pair of tiles.
@@ -82,26 +103,55 @@ __device__ __forceinline__ void to_quads(Quad<T> (&quads)[kN / 2], const float (
     if constexpr (kIsHalf<T>) {
       quad.pair[0] = pack<T>(even[0], even[1]);
       quad.pair[1] = pack<T>(odd[0], odd[1]);
-      swap_columns(quad.pair[0], quad.pair[1]);
     } else {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         quad.x[i] = even[i];
         quad.x[2 + i] = odd[i];
-        swap_columns(quad.x[i], quad.x[2 + i]);
       }
     }
+    quad.swap();
+  }
+}
+
+// Eight consecutive columns of a row of 16 bits, out of two neighbouring quads of four tiles: of tile 4 i + lane % 4.
+template <class T>
+union alignas(16) Oct {
+  T x[8];
+  uint32 pair[4];
+  __device__ __forceinline__ Oct(const Quad<T>& first, const Quad<T>& second) {
+    const bool is_second = lane() & 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32 got = __shfl_xor_sync(kFullWarp, is_second ? first.pair[i] : second.pair[i], 2);
+      pair[i] = is_second ? got : first.pair[i];
+      pair[2 + i] = is_second ? second.pair[i] : got;
+    }
+  }
+};
+
+// Consecutive columns to a row with room for `room` of them.
+template <int kCount, class Chunk, class T>
+__device__ __forceinline__ void store_chunk(T* dst, const Chunk& chunk, bool is_whole, int room) {
+  if (is_whole || kCount <= room) {
+    *reinterpret_cast<Chunk*>(dst) = chunk;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      if (i < room) dst[i] = chunk.x[i];
   }
 }
 
 // Writes a fragment to global rows, its first element at gmem[0]; only rows below `rows` and columns below `cols`.
-// By quads where rows allow it: four lanes write whole 32-byte sectors of 16-bit data, and all exchanges come before the first store.
-// kBytes: the alignment of every row. With kAdd the values are added.
+// Lanes exchange columns first, so that each writes up to 16 bytes at once and a quad of them whole sectors. kBytes: the alignment of every
+// row. With kAdd the values are added.
 template <class T, int kBytes, bool kAdd, int kM, int kN, class A>
 __device__ __forceinline__ void store_global(T* gmem, int64 row_stride, int rows, int cols, const Fragment<kM, kN, A>& f) {
   constexpr bool kVector = !kAdd && kIsSame<A, float> && kBytes >= 4 * static_cast<int>(sizeof(T)) && kN % 2 == 0;
-  const int first = kVector ? lane() % 2 * 8 + lane() % 4 / 2 * 4 : fragment_col(0);  // of this lane's columns in the first tile, or pair
+  constexpr bool kOcts = kVector && kIsHalf<T> && kBytes >= 16 && kN % 4 == 0;
+  const int first = kOcts ? lane() % 4 * 8 : kVector ? lane() % 2 * 8 + lane() % 4 / 2 * 4 : fragment_col(0);  // of this lane's columns
   const int room = cols - first;
+  const bool is_whole = cols == 8 * kN;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -111,18 +161,15 @@ __device__ __forceinline__ void store_global(T* gmem, int64 row_stride, int rows
       if constexpr (kVector) {
         Quad<T> quads[kN / 2];
         to_quads(quads, f.x[m], half);
-        if (row >= rows) continue;
-        const bool is_whole = cols == 8 * kN;
+        if constexpr (kOcts) {
 #pragma unroll
-        for (int n = 0; n < kN; n += 2) {
-          const Quad<T>& quad = quads[n / 2];
-          if (is_whole || 8 * n + 4 <= room) {
-            *reinterpret_cast<Quad<T>*>(dst + 8 * n) = quad;
-          } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              if (8 * n + i < room) dst[8 * n + i] = quad.x[i];
+          for (int n = 0; n < kN; n += 4) {
+            const Oct<T> oct(quads[n / 2], quads[n / 2 + 1]);
+            if (row < rows) store_chunk<8>(dst + 8 * n, oct, is_whole, room - 8 * n);
           }
+        } else if (row < rows) {
+#pragma unroll
+          for (int n = 0; n < kN; n += 2) store_chunk<4>(dst + 8 * n, quads[n / 2], is_whole, room - 8 * n);
         }
       } else if (row < rows) {
 #pragma unroll
