@@ -139,15 +139,12 @@ __device__ __forceinline__ void store_empty(const FwdSm90Params& params, const T
   }
 }
 
-// Writes the next tile that has keys, or one of no key tiles after the last; `i` counts this block's.
-__device__ __forceinline__ void find_next(Tile& tile, int& i, const FwdSm90Params& params) {
+// Writes the next tile that has keys, if there is one; `i` counts this block's.
+__device__ __forceinline__ bool find_next(Tile& tile, int& i, const FwdSm90Params& params) {
   const Problem& problem = params.problem;
   for (;;) {
     const uint32 number = tile_of(params, i++);
-    if (number >= static_cast<uint32>(params.places)) {
-      tile.count = 0;
-      return;
-    }
+    if (number >= static_cast<uint32>(params.places)) return false;
     const attn::Work work = attn::find_work<true, kQueryTile>(problem, static_cast<int>(number));
     if (work.tile < 0) continue;
     if (warp::lane() == 0) {
@@ -164,7 +161,7 @@ __device__ __forceinline__ void find_next(Tile& tile, int& i, const FwdSm90Param
       tile.count = keys.begin < keys.end ? tile.end - keys.begin / kKeyTile : 0;
     }
     __syncwarp();
-    if (tile.count > 0) return;
+    if (tile.count > 0) return true;
     store_empty(params, tile);
     __syncwarp();
   }
@@ -175,11 +172,13 @@ __device__ __forceinline__ void schedule(Smem& smem, const FwdSm90Params& params
   for (int i = 0;; tiles.advance()) {
     Tile& tile = smem.tiles[tiles.stage];
     ptx::mbarrier_wait(smem.tile_empty[tiles.stage], tiles.parity ^ 1);
-    find_next(tile, i, params);
-    const bool is_end = tile.count == 0;
+    const bool is_found = find_next(tile, i, params);
     __syncwarp();
-    if (warp::lane() == 0) ptx::mbarrier_arrive(smem.tile_full[tiles.stage]);
-    if (is_end) return;
+    if (warp::lane() == 0) {
+      if (!is_found) tile.count = 0;
+      ptx::mbarrier_arrive(smem.tile_full[tiles.stage]);
+    }
+    if (!is_found) return;
   }
 }
 
@@ -278,9 +277,8 @@ __device__ __forceinline__ void finish_rows(OutFragment& out, float (&factor)[2]
 // s becomes p. Whether `out` is to be multiplied with `rescale`.
 template <int kN>
 __device__ __forceinline__ bool to_probabilities(warp::Fragment<1, kN>& s, Softmax& softmax, float (&rescale)[2],
-                                                 const attn::ScoreMap<Switches>& scores, const FwdSm90Params& params, const Tile& tile,
-                                                 int query, int key) {
-  const float fold = params.scores.fold;
+                                                 const attn::ScoreMap<Switches>& scores, float fold, const FwdSm90Params& params,
+                                                 const Tile& tile, int query, int key) {
   scores.apply(s, query, key, static_cast<warp::Fragment<1, kN>*>(nullptr));
   const Softmax::Step step = softmax.raise(s, fold);
 #pragma unroll
@@ -347,6 +345,8 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
   const int warp_row = consumer * kRows + threadIdx.x % kGroup / kWarpSize * 16;
   const uint64 q = ptx::descriptor(ptx::shared_address(smem.q[0][0][consumer * kRows]), 16);
   const uint64 k = ptx::descriptor(ptx::shared_address(smem.k), 16), v = ptx::descriptor(ptx::shared_address(smem.v), kKeyPanelBytes);
+  float fold = params.scores.fold;
+  asm volatile("" : "+f"(fold));  // converted from double here and not again: in the loop over tiles that stalls
   Ring<kTiles> tiles;
   Ring<kQueryStages> queries;
   Ring<kStages> keys, values;
@@ -400,7 +400,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
     const int query = tile.query_begin + warp_row;
     const attn::ScoreMap<Switches> scores(problem, params.scores, seq, tile.head);
     Softmax softmax;
-    const auto probabilities = [&](int key) { return to_probabilities(s, softmax, rescale, scores, params, tile, query, key); };
+    const auto probabilities = [&](int key) { return to_probabilities(s, softmax, rescale, scores, fold, params, tile, query, key); };
 
     int key = tile.end * kKeyTile - kKeyTile, left = tile.count - 1;
     out.zero();
@@ -408,7 +408,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
     take_scores(left == 0);
     if (kSkipsHalf && scores.band.keys_of(query, min_of(query + 16, seq.len_q)).end <= key + kHalfTile) {  // the other half is seen by none
       SHalf* const halves = reinterpret_cast<SHalf*>(&s);
-      to_probabilities(halves[0], softmax, rescale, scores, params, tile, query, key);
+      to_probabilities(halves[0], softmax, rescale, scores, fold, params, tile, query, key);
       halves[1].zero();
     } else {
       probabilities(key);
@@ -451,7 +451,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
     float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float lse = softmax.finish(0, half, float(params.scores.fold * kLn2), has_sink, sink, factor[half]);
+      const float lse = softmax.finish(0, half, fold * float(kLn2), has_sink, sink, factor[half]);
       const int row = warp_row + warp::fragment_row(2 * half);
       if (tile.query_begin + row < seq.len_q && warp::lane() % 4 == 0) tile.lse[row * params.lse.stride_n] = lse;
     }

@@ -514,9 +514,11 @@ def assert_close(
 ) -> None:
     """Shape, dtype, places of infinities and NaNs, then values, then the angle between the whole tensors.
 
-        max|actual - expected| <= 2 max|peer - expected| + 2 eps(dtype) max(max|expected|, tiny) + 2 eps(sums) terms
+        max|actual - expected| <= 2 max|peer - expected| + 2 eps(dtype) max(max|expected|, tiny(dtype))
+                                  + 2 eps(sums) terms + 2 tiny(sums) / eps(sums)
 
-    with tiny the dtype's smallest normal number, below which numbers lie as far apart as above it.
+    with tiny the smallest normal number, below which numbers lie as far apart as above it. Sums may flush what is
+    smaller: only beside numbers of less than tiny / eps does that count.
 
     Parameters
     ----------
@@ -534,7 +536,9 @@ def assert_close(
         raise AssertionError(f"{name}: dtype {actual.dtype}, expected {dtype}")
     actual_dtype = actual.dtype
     eps = _eps(actual_dtype)
-    eps_sums = min(eps, _eps(np.float32)) if sums is None else _eps(sums)
+    if sums is None:
+        sums = actual_dtype if eps < _eps(np.float32) else np.float32
+    eps_sums, tiny_sums = _eps(sums), _tiny(sums)
     actual = actual.astype(np.float64)
     for what, found in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
         wrong = found(actual) != found(expected)
@@ -547,7 +551,7 @@ def assert_close(
     actual, expected, peer = (np.where(finite, array, 0) for array in (actual, expected, peer))
     size, length = np.abs(expected).max(), float(np.linalg.norm(expected))
     peer_error = np.abs(peer - expected).max(initial=0, where=np.isfinite(peer))
-    floor = eps * max(size, float(ml_dtypes.finfo(actual_dtype).tiny)) + eps_sums * terms
+    floor = eps * max(size, _tiny(actual_dtype)) + eps_sums * terms + tiny_sums / eps_sums
     limit = PEER_FACTOR * peer_error + ROUNDING_UNITS * floor
     wrong = ~(np.abs(actual - expected) <= limit)
     if wrong.any():
@@ -564,6 +568,10 @@ def assert_close(
 
 def _eps(dtype: Any) -> float:
     return float(ml_dtypes.finfo(np.dtype(dtype)).eps)
+
+
+def _tiny(dtype: Any) -> float:
+    return float(ml_dtypes.finfo(np.dtype(dtype)).tiny)
 
 
 def _worst(actual: Array, expected: Array, wrong: Array) -> str:

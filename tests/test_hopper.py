@@ -93,8 +93,8 @@ def test_a_float32_out_is_stored_by_threads(fake_cuda: Any) -> None:
     ("shape", "heads_kv", "paired", "at_a_time"),
     [
         ((1, 128 * 3, 2, 128), 2, 0, 2),  # fewer tiles than multiprocessors: one each
-        ((2, 1024, 16, 128), 16, 0, 32),  # 32 heads of 8 tiles, two rounds in all
-        ((8, 1024, 16, 128), 16, 94, 32),  # 128 heads: all but two rounds' worth, and those odd, in pairs
+        ((2, 1024, 16, 128), 16, 0, 16),  # 32 heads of 8 tiles, two rounds in all
+        ((8, 1024, 16, 128), 16, 94, 16),  # 128 heads: all but two rounds' worth, and those odd, in pairs
         ((8, 1024, 16, 128), 2, 94, 128),  # of which groups share their keys
         ((1, 2**17, 3, 128), 3, 2, 2),  # one head's keys are more than L2 holds
         ((1, 2**17, 3, 64), 3, 2, 2),

@@ -29,7 +29,7 @@ from .tensor_map import NO_MAP, tensor_map
 if TYPE_CHECKING:
     from .._merge import MergeCall
 
-_L2_BYTES = 16 * 2**20  # of keys and values that a GPU with fwd_sm90 keeps beside all else
+_L2_BYTES = 8 * 2**20  # of keys and values at a time: what L2 keeps of those before and after as well
 _ALIGN = 256  # bytes, of each part of a workspace
 
 
