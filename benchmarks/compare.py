@@ -25,6 +25,7 @@ NONE_STORED = "No run is stored yet.\n"
 NAMES = {
     "ours": "cupyflash",
     "fa2": "FlashAttention-2",
+    "fa4": "FlashAttention-4",
     "cudnn": "cuDNN",
     "efficient": "memory-efficient",
     "flex": "FlexAttention",

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from importlib import import_module
 from typing import Any, Protocol
 
 import torch
@@ -233,6 +234,32 @@ class FlashAttention2(Sdpa):
         return {**super().results(), "lse": lse[..., : self.case.length]}
 
 
+class FlashAttention4(ByAutograd):
+    """The kernels of flash-attn-4, written in CuTe DSL and compiled here; its layout is ours."""
+
+    def __init__(self, case: Case, q: Any, k: Any, v: Any, dout: Any) -> None:
+        super().__init__(case, q, k, v, dout)
+        self.inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        self.dout = dout
+        self.lse: Any = None
+        try:
+            self.function: Any = import_module("flash_attn.cute").flash_attn_func
+            self.forward()
+        except Exception as error:  # not installed, or what it says of this shape
+            raise Absent(f"flash-attn-4 does not run: {type(error).__name__}: {error}".splitlines()[0]) from error
+        self.forget()
+        self.lse = None
+
+    def attention(self) -> Any:
+        window = self.case.window or (None, None)
+        out, self.lse = self.function(*self.inputs, causal=self.case.is_causal, window_size=window, return_lse=True)
+        return out
+
+    def results(self) -> dict[str, Any]:
+        grads = dict(zip(("dq", "dk", "dv"), self.grads, strict=False))
+        return {name: x.detach() for name, x in {"out": self.out, "lse": self.lse, **grads}.items()}
+
+
 class Flex(ByAutograd):
     """torch's FlexAttention, compiled for this very shape; compiling takes seconds a case."""
 
@@ -348,6 +375,7 @@ def efficient(case: Case, q: Any, k: Any, v: Any, dout: Any) -> Contestant:
 
 PEERS: dict[str, Callable[..., Contestant]] = {
     "fa2": fa2,
+    "fa4": FlashAttention4,
     "cudnn": cudnn,
     "efficient": efficient,
     "flex": Flex,

@@ -19,6 +19,7 @@ from benchmarks.compare import NAMES, PASSES, Row, contestants, flop_ratio, leng
 COLOURS = {
     "ours": "#0072b2",
     "fa2": "#d55e00",
+    "fa4": "#f0e442",
     "cudnn": "#009e73",
     "efficient": "#cc79a7",
     "flex": "#e69f00",

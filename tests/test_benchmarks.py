@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -170,6 +171,26 @@ def test_a_crash_of_one_contestant_leaves_the_others(monkeypatch: pytest.MonkeyP
     for row in run.measure(SMALL, ["fa2"], torch.device("cpu"), 2):
         assert row["failed"] == ["failed: MemoryError: no room"]
         assert set(row["times_ms"]) == {"fa2"}
+
+
+def test_flash_attention_4_is_called_in_our_layout_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in, which is exact; the package itself runs on a GPU alone."""
+    from benchmarks import peers, run
+
+    absent = next(iter(run.measure(UNGROUPED, ["fa4"], torch.device("cpu"), 2)))["absent"]["fa4"]
+    assert absent.startswith("flash-attn-4 does not run: ModuleNotFoundError")
+
+    def flash_attn_func(q: Any, k: Any, v: Any, *, causal: bool, window_size: Any, return_lse: bool) -> Any:
+        assert return_lse and window_size == (None, None)
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf) if causal else scores
+        return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+    monkeypatch.setattr(peers, "import_module", lambda name: SimpleNamespace(flash_attn_func=flash_attn_func))
+    for row in run.measure(dataclasses.replace(UNGROUPED, dtype="float32"), ["fa4"], torch.device("cpu"), 2):
+        assert not row["failed"] and not row["absent"]
+        assert max(row["errors"]["fa4"].values()) < 1e-4 and set(row["times_ms"]) == {"ours", "fa4"}
 
 
 def test_one_pass_alone_is_checked_on_the_state_of_a_forward() -> None:
