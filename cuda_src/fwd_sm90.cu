@@ -182,47 +182,39 @@ __device__ __forceinline__ void schedule(Smem& smem, const FwdSm90Params& params
   }
 }
 
-// q and k of all tiles, by one thread.
-__device__ __forceinline__ void load_keys(Smem& smem, const FwdSm90Params& params) {
+// The key or the value tiles of all query tiles, by one thread. Behind the first of each `load_more` may load what else it needs.
+template <class Panels, class LoadMore>
+__device__ __forceinline__ void load_all(Smem& smem, Panels (&places)[kStages], const TensorMap& map, ptx::Barrier (&full)[kStages],
+                                         ptx::Barrier (&empty)[kStages], LoadMore load_more) {
   Ring<kTiles> tiles;
-  Ring<kQueryStages> queries;
-  Ring<kStages> keys;
+  Ring<kStages> stages;
   for (;; tiles.advance()) {
     const Tile& tile = smem.tiles[tiles.stage];
     ptx::mbarrier_wait(smem.tile_full[tiles.stage], tiles.parity);
     if (tile.count == 0) return;
     for (int i = 0; i < tile.count; ++i) {
-      ptx::mbarrier_wait(smem.k_empty[keys.stage], keys.parity ^ 1);
-      load(smem.k[keys.stage], params.k, smem.k_full[keys.stage], tile.sequence.k_begin + (tile.end - 1 - i) * kKeyTile, tile.kv_head,
+      ptx::mbarrier_wait(empty[stages.stage], stages.parity ^ 1);
+      load(places[stages.stage], map, full[stages.stage], tile.sequence.k_begin + (tile.end - 1 - i) * kKeyTile, tile.kv_head,
            tile.sequence.batch);
-      keys.advance();
-      if (i == 0) {
-        ptx::mbarrier_wait(smem.q_empty[queries.stage], queries.parity ^ 1);
-        load(smem.q[queries.stage], params.q, smem.q_full[queries.stage], tile.sequence.q_begin + tile.query_begin, tile.head,
-             tile.sequence.batch);
-        queries.advance();
-      }
+      stages.advance();
+      if (i == 0) load_more(tile);
     }
     ptx::mbarrier_arrive(smem.tile_empty[tiles.stage]);
   }
 }
 
-// v of all tiles, by one thread.
+__device__ __forceinline__ void load_keys(Smem& smem, const FwdSm90Params& params) {
+  Ring<kQueryStages> queries;
+  load_all(smem, smem.k, params.k, smem.k_full, smem.k_empty, [&](const Tile& tile) {
+    ptx::mbarrier_wait(smem.q_empty[queries.stage], queries.parity ^ 1);
+    load(smem.q[queries.stage], params.q, smem.q_full[queries.stage], tile.sequence.q_begin + tile.query_begin, tile.head,
+         tile.sequence.batch);
+    queries.advance();
+  });
+}
+
 __device__ __forceinline__ void load_values(Smem& smem, const FwdSm90Params& params) {
-  Ring<kTiles> tiles;
-  Ring<kStages> values;
-  for (;; tiles.advance()) {
-    const Tile& tile = smem.tiles[tiles.stage];
-    ptx::mbarrier_wait(smem.tile_full[tiles.stage], tiles.parity);
-    if (tile.count == 0) return;
-    for (int i = 0; i < tile.count; ++i) {
-      ptx::mbarrier_wait(smem.v_empty[values.stage], values.parity ^ 1);
-      load(smem.v[values.stage], params.v, smem.v_full[values.stage], tile.sequence.k_begin + (tile.end - 1 - i) * kKeyTile, tile.kv_head,
-           tile.sequence.batch);
-      values.advance();
-    }
-    ptx::mbarrier_arrive(smem.tile_empty[tiles.stage]);
-  }
+  load_all(smem, smem.v, params.v, smem.v_full, smem.v_empty, [](const Tile&) {});
 }
 
 // s = q k^T of this consumer's rows.

@@ -109,6 +109,28 @@ def cover(device: Device) -> dict[str, Plan[Any]]:
     return named
 
 
+def hopper_forwards(device: Device) -> dict[str, Plan[Any]]:
+    """Name to plan: fwd_sm90 in every tile that a call can get, with each change of scores that fills its registers."""
+    changes: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "negative scale": {"negative_scale": True},
+        "softcap": {"softcap": True},
+        "ALiBi": {"softcap": True, "alibi": True},
+        "bias": {"softcap": True, "alibi": True, "bias": True},
+        "dropout": {"dropout": True},
+        "everything": {"softcap": True, "alibi": True, "bias": True, "dropout": True},
+    }
+    shapes, classes = ((64, 64), (128, 128), (192, 192), (192, 128), (256, 256)), ("normal", "medium")
+    found: dict[Any, tuple[str, Plan[Any]]] = {}
+    for dims, (name, switches), mask, size_class in itertools.product(shapes, changes.items(), Mask, classes):
+        bias = "float32" if "bias" in switches else None
+        asked = spec("bfloat16", *dims, Features(**switches), mask=mask, bias_dtype=bias, size_class=size_class)
+        plan = plan_forward(asked, device)
+        if plan.kernel == "fwd_sm90":
+            found.setdefault(plan.binary, (f"{name}, {dims}, {mask.name}, {size_class}", plan))
+    return dict(found.values())
+
+
 def everything(device: Device) -> dict[Any, Plan[Any]]:
     """Every binary that a Spec can reach on this device."""
     axes = {"dtype": DTYPES, "dim": HEAD_DIMS, "dim_v": HEAD_DIMS} | AXES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -44,6 +45,17 @@ def test_the_cover_compiles_without_unrecorded_spills(
         elif report.spill_bytes > allowed:
             failures.append(f"{name}: spills {report.spill_bytes} bytes, {allowed} allowed ({reason}). {plan}")
     assert not failures, f"sm_{arch}:\n" + "\n".join(failures)
+
+
+@pytest.mark.timeout(1800)
+def test_no_tile_of_hoppers_forward_spills(pool: ProcessPoolExecutor) -> None:
+    named = binaries.hopper_forwards(KNOWN[90])
+    rows = [*itertools.chain(*tiles.FWD_SM90.values(), *tiles.FWD_SM90_SMALL_MASKED.values())]
+    sizes = [field for field in tiles.Sm90Tile._fields if field != "room"]
+    used = {tuple(getattr(plan.constants, size) for size in sizes) for plan in named.values()}
+    assert used == {tuple(getattr(row, size) for size in sizes) for row in rows}
+    reports = dict(zip(named, pool.map(binaries.compile_to_report, named.values()), strict=True))
+    assert not {name: report for name, report in reports.items() if report.log or report.spill_bytes}
 
 
 def test_recorded_spills_belong_to_tiles_that_exist() -> None:

@@ -371,7 +371,7 @@ print(time.process_time() - began)
 
 
 def test_the_first_call_is_quick_and_the_next_process_compiles_nothing(tmp_path: Path) -> None:
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count() or 1
     if load > cores / 2:
         pytest.skip(f"seconds tell nothing where others compute: the load is {load:.0f} on {cores} cores")
     environment = os.environ | {"CUPY_CACHE_DIR": str(tmp_path), "CUPYFLASH_QUIET": "1"}

@@ -161,6 +161,23 @@ def test_hopper_has_its_own_forward(request_name: str, dtype: str, dims: tuple[i
             assert other.kernel == "fwd_generic" and "sm90" not in other.why
 
 
+@pytest.mark.parametrize(
+    ("size_class", "mask", "dim", "rows"),
+    [
+        ("normal", Mask.BAND, 64, 192),
+        ("medium", Mask.BAND, 64, 128),
+        ("decode", Mask.BAND, 40, 128),
+        ("medium", Mask.NONE, 64, 192),
+        ("medium", Mask.BAND, 128, 128),
+    ],
+)
+def test_few_keys_under_a_mask_have_a_tile_of_two_consumers(size_class: str, mask: Mask, dim: int, rows: int) -> None:
+    plan = plan_forward(spec(dim=dim, mask=mask, size_class=size_class), KNOWN[90])
+    assert plan.constants.query_tile == rows
+    assert ("of few keys" in plan.why) == (dim <= 64 and rows == 128)
+    assert "row 0 of the tile table" in plan.why
+
+
 def test_a_kernel_may_be_named() -> None:
     hopper = plan_forward(spec(), KNOWN[90])
     assert named("fwd_sm90", spec(), KNOWN[90], is_backward=False) == hopper

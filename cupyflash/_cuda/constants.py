@@ -62,7 +62,7 @@ class FwdGeneric(_Scores):
         return item * (tiles + probabilities)
 
 
-_TILES = 4  # that fwd_sm90 publishes at a time: its kTiles
+_TILES, _TILE_BYTES = 4, 88  # of what fwd_sm90 publishes at a time: its kTiles and sizeof(Tile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class FwdSm90(_Scores):
         q = self.query_stages * self.query_tile * self.head_dim
         out = self.query_tile * self.head_dim_v if self.passes_out else 0
         tiles = q + self.stages * self.key_tile * (self.head_dim + self.head_dim_v) + out
-        barriers, published = 8 * (2 * self.query_stages + 4 * self.stages + 2 * _TILES), 88 * _TILES
+        barriers, published = 8 * (2 * self.query_stages + 4 * self.stages + 2 * _TILES), _TILE_BYTES * _TILES
         return -(-(2 * tiles + barriers + published) // 1024) * 1024
 
     @property

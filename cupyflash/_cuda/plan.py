@@ -213,11 +213,11 @@ def legal_forward(spec: Spec, device: Device) -> Iterator[Plan[Any]]:
         if why_not is None:
             dim, dim_v = (next(n for n in SM90_HEAD_DIMS if real <= n) for real in (spec.head_dim, spec.head_dim_v))
             sizes: dict[str, Any] = {"head_dim": dim, "head_dim_v": dim_v, "out_element": spec.out_dtype}
-            rows = tiles.FWD_SM90[max(dim, dim_v)]
-            first = tiles.FWD_SM90_SMALL_MASKED.get(max(dim, dim_v))
-            if first and spec.size_class != "normal" and spec.mask is not Mask.NONE:
-                rows = [first, *rows]
-            yield from _fitting(FwdSm90, rows, spec, device, **sizes)
+            if spec.size_class != "normal" and spec.mask is not Mask.NONE:
+                small = "; of few keys or queries under a mask"
+                rows = tiles.FWD_SM90_SMALL_MASKED.get(max(dim, dim_v), [])
+                yield from _fitting(FwdSm90, rows, spec, device, small, **sizes)
+            yield from _fitting(FwdSm90, tiles.FWD_SM90[max(dim, dim_v)], spec, device, **sizes)
             why_not = "none of its tiles has registers left for dropout beside such rows"
         note = f"; not fwd_sm90: {why_not}"
     yield from _fitting(FwdGeneric, _rows(tiles.FWD, spec), spec, device, note, out_element=spec.out_dtype)

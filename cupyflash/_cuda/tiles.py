@@ -115,7 +115,7 @@ FWD_SM90: dict[int, list[Sm90Tile]] = {
     ],
 }
 # What comes first under a mask where there are few keys or queries: three consumers' rows meet more of the diagonal.
-FWD_SM90_SMALL_MASKED: dict[int, Sm90Tile] = {64: Sm90Tile(128, 128, 2, 3, 12, Room.ALIBI)}
+FWD_SM90_SMALL_MASKED: dict[int, list[Sm90Tile]] = {64: [Sm90Tile(128, 128, 2, 3, 12, Room.ALIBI)]}
 BWD: dict[int, dict[int, list[BwdTile]]] = {
     2: {
         # 0.83, 0.87; 64x128 0.68, 0.69
