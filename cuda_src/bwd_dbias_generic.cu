@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) bwd_dbias_generic(con
     attn::Sequence seq = attn::dense_sequence(problem, batch);
     attn::set_live(problem, seq);
     for (int head = heads.begin; head < heads.end; ++head) {
-      const attn::ScoreMap<Switches> scores(problem, params.scores, seq, head);
+      const attn::ScoreMap<Switches> scores(attn::Band<kIsMasked>(problem, seq), params.scores, seq, head);
       const int kv_head = head / (problem.heads_q / problem.heads_kv);
       for (int query_tile = query_tiles.begin; query_tile < query_tiles.end; ++query_tile) {
         const int query = query_tile * kQueryTile, query_end = min_of(query + kQueryTile, seq.len_q);

@@ -54,7 +54,7 @@ bwd_dq_generic(const __grid_constant__ cf::BwdParams params) {
   const int head = work.head, kv_head = head / (problem.heads_q / problem.heads_kv);
   const int query_begin = work.tile * kQueryTile;
   const int query_end = min_of(query_begin + kQueryTile, seq.len_q);
-  const attn::ScoreMap<Switches> scores(problem, params.scores, seq, head);
+  const attn::ScoreMap<Switches> scores(attn::Band<kIsMasked>(problem, seq), params.scores, seq, head);
   const attn::Range keys = scores.band.keys_of(query_begin, query_end);
   const int first_tile = keys.begin / kKeyTile;
   const int end_tile = keys.begin < keys.end ? ceil_div(keys.end, kKeyTile) : first_tile;

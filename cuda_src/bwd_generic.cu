@@ -139,7 +139,7 @@ bwd_generic(const __grid_constant__ cf::BwdParams params) {
     ScoreFragment s, dp;
     s.zero();
     warp::matmul<Major::K, Major::K, kHeadDim>(s, stage.q, score_row, smem.k, score_col);
-    const attn::ScoreMap<Switches> scores(problem, params.scores, seq, head);
+    const attn::ScoreMap<Switches> scores(band, params.scores, seq, head);
     const int row = query + score_row, key = key_begin + score_col;
     const bool is_full = scores.apply(s, row, key, kHasSoftcap ? &dp : static_cast<ScoreFragment*>(nullptr));
     attn::probabilities(s, stage.stats + score_row, Accum(params.scores.fold));

@@ -54,7 +54,7 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
   const int query_end = min_of(query_begin + kQueryTile, seq.len_q);
   if (query_begin >= query_end) return;
 
-  const attn::ScoreMap<Switches> scores(problem, params.scores, seq, head);
+  const attn::ScoreMap<Switches> scores(attn::Band<kIsMasked>(problem, seq), params.scores, seq, head);
   const attn::Range keys = scores.band.keys_of(query_begin, query_end);
   const int kv_head = head / (problem.heads_q / problem.heads_kv);
   const Element* q_gmem = attn::rows<Element>(params.q, seq, seq.q_begin, head, query_begin);

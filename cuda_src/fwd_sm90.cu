@@ -26,6 +26,7 @@ namespace cf {
 
 constexpr int kGroup = 128;  // threads of a warpgroup
 constexpr int kRows = 64;    // of a consumer
+constexpr int kWarpRows = 16;
 constexpr int kConsumers = kQueryTile / kRows;
 constexpr int kThreads = kGroup * (1 + kConsumers);
 static_assert(kThreads == kWarps * kWarpSize && kQueryTile == kConsumers * kRows && (kConsumers == 2 || kConsumers == 3));
@@ -40,6 +41,7 @@ constexpr int kTiles = 4;  // published at a time: the consumers' and their next
 // A query tile, as the scheduler publishes it.
 struct Tile {
   attn::Sequence sequence;
+  attn::Band<kIsMasked> band;
   OutElement* out;  // of its first row
   float* lse;
   int head;
@@ -47,6 +49,7 @@ struct Tile {
   int query_begin;
   int end;    // key tiles [end - count, end)
   int count;  // 0: there are no more
+  attn::Dropout dropout;
 };
 
 template <bool kIsThere>
@@ -71,10 +74,15 @@ constexpr int kQueryPanelBytes = kQueryTile * kPanel * 2, kKeyPanelBytes = kKeyT
 using Switches = attn::Switches<float, BiasElement, kIsMasked, kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative, true>;
 using SFragment = warp::Fragment<1, kKeyTile / 8>;
 constexpr int kHalfTile = kKeyTile / 2;  // of keys
-constexpr bool kSkipsHalf = kIsMasked && kConsumers == 2 && Switches::kIsRaw && !kHasDropout;  // on the diagonal; registers allow no more
+constexpr bool kTakesHalves = kIsMasked && kConsumers == 2 && Switches::kIsRaw && !kHasDropout;  // of the diagonal's tile, each as it is seen
+constexpr bool kReadsBiasAhead = kHasBias && kIsHalf<BiasElement>;  // before its scores are there; registers allow no wider ones
+constexpr bool kLooksAhead = kConsumers == 2;  // at the next tile, under this one's last product
 using SHalf = warp::Fragment<1, kHalfTile / 8>;
 using OutFragment = warp::Fragment<1, kHeadDimV / 8>;
 using Softmax = attn::Softmax<1, float, false>;
+// Of a bounded row the first tile's maximum serves all tiles, kept so high that no p exceeds 2^64, and at 0 or above: with the softcaps that
+// get here none falls below 2^-80 of a row's largest then, or of 1.
+constexpr float kHeadroom = 64;
 
 template <int kN>
 __device__ __forceinline__ float (&registers(warp::Fragment<1, kN>& f))[4 * kN] { return reinterpret_cast<float (&)[4 * kN]>(f.x); }
@@ -101,18 +109,25 @@ __device__ __forceinline__ Spot spot_of(uint32 place, uint32 heads, uint32 tiles
 
 // The i-th query tile of this block as find_work counts them, or one past the last. Under a mask tiles differ: of two heads the longest
 // tile of one goes with the shortest of the other, the next with the next, and a block takes the two. The heads that are left, unmasked
-// all of them, go tile by tile, the longest first, there and back again.
+// all of them, go tile by tile, the longest first, there and back again. Blocks behind those that stay have one tile, of the last ones.
 __device__ __forceinline__ uint32 tile_of(const FwdSm90Params& params, int i) {
-  const uint32 blocks = gridDim.x, block = blockIdx.x, tiles = params.problem.tiles_q, paired = kIsMasked ? params.paired_heads : 0;
+  const uint32 blocks = params.staying_blocks, block = blockIdx.x, singles = gridDim.x - blocks, all = params.places;
+  const uint32 tiles = params.problem.tiles_q, paired = kIsMasked ? params.paired_heads : 0;
   const uint32 pairs = paired / 2 * tiles, pairs_here = pairs > block ? ceil_div(pairs - block, blocks) : 0;
   if (i < 2 * pairs_here) {
     const Spot pair = spot_of(i / 2 * blocks + block, paired / 2, tiles, params.heads_at_a_time / 2);
     return i % 2 ? (2 * pair.head + 1) * tiles + pair.rank : 2 * pair.head * tiles + tiles - 1 - pair.rank;
   }
-  const uint32 round = i - pairs_here;
-  const uint32 place = round * blocks + ((round - pairs / blocks) % 2 ? blocks - 1 - block : block) - pairs;
-  if (place >= params.places - paired * tiles) return params.places;
-  const uint32 heads = params.places / tiles - paired;
+  uint32 place = all;
+  if (block >= blocks) {
+    if (i == 0) place = all - singles + block - blocks;
+  } else {
+    const uint32 round = i - pairs_here;
+    const uint32 next = round * blocks + ((round - pairs / blocks) % 2 ? blocks - 1 - block : block) - pairs;
+    if (next < all - paired * tiles - singles) place = next;
+  }
+  if (place == all) return all;
+  const uint32 heads = all / tiles - paired;
   const Spot spot = spot_of(place, heads, tiles, kIsMasked ? heads : params.heads_at_a_time);
   return (paired + spot.head) * tiles + tiles - 1 - spot.rank;
 }
@@ -152,6 +167,7 @@ __device__ __forceinline__ bool find_next(Tile& tile, int& i, const FwdSm90Param
       const int begin = work.tile * kQueryTile;
       const attn::Range keys = band.keys_of(begin, min_of(begin + kQueryTile, work.sequence.len_q));
       tile.sequence = work.sequence;
+      tile.band = band;
       tile.out = attn::rows<OutElement>(params.out, work.sequence, work.sequence.q_begin, work.head, begin);
       tile.lse = attn::rows<float>(params.lse, work.sequence, work.sequence.q_begin, work.head, begin);
       tile.head = work.head;
@@ -159,6 +175,7 @@ __device__ __forceinline__ bool find_next(Tile& tile, int& i, const FwdSm90Param
       tile.query_begin = begin;
       tile.end = ceil_div(keys.end, kKeyTile);
       tile.count = keys.begin < keys.end ? tile.end - keys.begin / kKeyTile : 0;
+      if (kHasDropout && tile.count > 0) tile.dropout = attn::Dropout(params.scores, problem, work.sequence, work.head);
     }
     __syncwarp();
     if (tile.count > 0) return true;
@@ -269,19 +286,31 @@ __device__ __forceinline__ void finish_rows(OutFragment& out, float (&factor)[2]
 // s becomes p. Whether `out` is to be multiplied with `rescale`.
 template <int kN>
 __device__ __forceinline__ bool to_probabilities(warp::Fragment<1, kN>& s, Softmax& softmax, float (&rescale)[2],
-                                                 const attn::ScoreMap<Switches>& scores, float fold, const FwdSm90Params& params,
-                                                 const Tile& tile, int query, int key) {
-  scores.apply(s, query, key, static_cast<warp::Fragment<1, kN>*>(nullptr));
-  const Softmax::Step step = softmax.raise(s, fold);
+                                                 const attn::ScoreMap<Switches>& scores, float fold, const attn::Dropout& dropout,
+                                                 int query, int key, bool is_first,
+                                                 const attn::BiasAhead<BiasElement, 1, kN>* bias = nullptr) {
+  if (kTakesHalves && is_first && 8 * kN == kKeyTile) {
+    SHalf* const halves = reinterpret_cast<SHalf*>(&s);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) scores.apply(halves[half], query, key + half * kHalfTile, static_cast<SHalf*>(nullptr));
+  } else {
+    scores.apply(s, query, key, static_cast<warp::Fragment<1, kN>*>(nullptr), bias);
+  }
+  const Softmax::Step step = kIsBounded && !is_first ? softmax.keep(fold) : softmax.raise(s, fold);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     rescale[half] = step.rescale[0][half];
     softmax.sum[0][half] *= rescale[half];
   }
-  softmax.add(s, step, fold);
-  if constexpr (kHasDropout) {  // the LSE is of the undropped row
-    const attn::Dropout dropout(params.scores, params.problem, tile.sequence, tile.head);
-    dropout.for_each(s, query, key, [](float& p, bool is_kept) { p = is_kept ? p : 0.0f; });
+  // The LSE is of the undropped row. Random numbers are drawn in the gaps that exponentials leave.
+  const auto drop = [](float& p, bool is_kept) { p = is_kept ? p : 0.0f; };
+  if (!kHasDropout) {
+    softmax.add(s, step, fold);
+  } else if (dropout.is_aligned<kN>(query, key)) {
+    dropout.for_each_aligned(s, query, key, drop, [&](int begin, int end) { softmax.add(s, step, fold, begin, end); });
+  } else {
+    softmax.add(s, step, fold);
+    dropout.for_each_apart(s, query, key, drop);
   }
   return step.has_risen;
 }
@@ -295,19 +324,18 @@ __device__ __forceinline__ void zero_values(int consumer, Element (&v)[kPanelsV]
   ptx::named_barrier_sync(kOwnBarrier + consumer, kGroup);
 }
 
-// out of this consumer's rows: through shared memory, or from registers where there is no room, and where a box would reach into another
-// sequence, or past a row's end, as boxes are written in whole 16 bytes.
+// out of a warp's rows: through shared memory, or from registers where there is no room, and where a box would reach into another sequence,
+// or past a row's end, as boxes are written in whole 16 bytes. Warps do not wait for each other.
 template <bool kPasses>
 __device__ __forceinline__ void store(int consumer, OutTile<kPasses>& smem, const FwdSm90Params& params, const Tile& tile,
                                       const OutFragment& out) {
-  const int first = consumer * kRows, rows = tile.sequence.len_q - tile.query_begin - first;
-  const int warp_row = first + threadIdx.x % kGroup / kWarpSize * 16;
+  const int warp_row = consumer * kRows + warp::uniform(threadIdx.x % kGroup / kWarpSize) * kWarpRows;
+  const int rows = tile.sequence.len_q - tile.query_begin - warp_row;
   if constexpr (kPasses) {
-    if (params.problem.head_dim_v % 8 == 0 && (!params.problem.cu_seqlens_q || kRows <= rows)) {
-      const bool is_lead = threadIdx.x % kGroup == 0;
+    if (params.problem.head_dim_v % 8 == 0 && (!params.problem.cu_seqlens_q || kWarpRows <= rows)) {
       const int lane = warp::lane(), row = warp_row + lane % 16;
-      if (is_lead) ptx::tma_wait_read();  // of the tile before
-      ptx::named_barrier_sync(kOwnBarrier + consumer, kGroup);
+      if (lane == 0) ptx::tma_wait_read();  // of the tile before
+      __syncwarp();
 #pragma unroll
       for (int step = 0; step < kHeadDimV / 16; ++step) {
         uint32 pairs[4];
@@ -316,29 +344,29 @@ __device__ __forceinline__ void store(int consumer, OutTile<kPasses>& smem, cons
         ptx::stmatrix(ptx::shared_address(&smem.out[step / 4][row][(chunk ^ row % 8) * 8]), pairs);
       }
       ptx::fence_async_proxy();
-      ptx::named_barrier_sync(kOwnBarrier + consumer, kGroup);
-      if (is_lead) {
+      __syncwarp();
+      if (lane == 0) {
 #pragma unroll
         for (int panel = 0; panel < kPanelsV; ++panel)
-          ptx::tma_store(params.out_boxes, smem.out[panel][first], panel * kPanel, tile.sequence.q_begin + tile.query_begin + first,
+          ptx::tma_store(params.out_boxes, smem.out[panel][warp_row], panel * kPanel, tile.sequence.q_begin + tile.query_begin + warp_row,
                          tile.head, tile.sequence.batch);
         ptx::tma_commit();
       }
       return;
     }
   }
-  warp::store_global<OutElement, kCopyBytes, false>(tile.out + warp_row * params.out.stride_n, params.out.stride_n, rows + first - warp_row,
-                                                    params.problem.head_dim_v, out);
+  OutElement* const dst = tile.out + warp_row * params.out.stride_n;
+  __builtin_assume(__isGlobal(dst));  // it came out of shared memory
+  warp::store_global<OutElement, kCopyBytes, false>(dst, params.out.stride_n, rows, params.problem.head_dim_v, out);
 }
 
 __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90Params& params) {
   const Problem& problem = params.problem;
   const bool is_lead = threadIdx.x % kGroup == 0;
-  const int warp_row = consumer * kRows + threadIdx.x % kGroup / kWarpSize * 16;
+  const int warp_row = consumer * kRows + threadIdx.x % kGroup / kWarpSize * kWarpRows;
   const uint64 q = ptx::descriptor(ptx::shared_address(smem.q[0][0][consumer * kRows]), 16);
   const uint64 k = ptx::descriptor(ptx::shared_address(smem.k), 16), v = ptx::descriptor(ptx::shared_address(smem.v), kKeyPanelBytes);
-  float fold = params.scores.fold;
-  asm volatile("" : "+f"(fold));  // converted from double here and not again: in the loop over tiles that stalls
+  const float fold = ptx::settled(static_cast<float>(params.scores.fold));
   Ring<kTiles> tiles;
   Ring<kQueryStages> queries;
   Ring<kStages> keys, values;
@@ -357,7 +385,9 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
   const auto issue_scores = [&] {
     ptx::pin(registers(s));
     ptx::wgmma_fence();
-    multiply_keys(s, ptx::advance(q, queries.stage * kQueryBytes), ptx::advance(k, keys.stage * kKeyBytes));
+    // At D 256 the steps' addresses of the only q are more than there are uniform registers: computed anew.
+    const int q_bytes = kQueryStages > 1 ? queries.stage * kQueryBytes : ptx::settled(0);
+    multiply_keys(s, ptx::advance(q, q_bytes), ptx::advance(k, keys.stage * kKeyBytes));
     ptx::wgmma_commit();
   };
   const auto take_scores = [&](bool are_last) {
@@ -382,39 +412,62 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
   const auto take_turn = [&] { ptx::named_barrier_sync(kTurnBarrier + consumer, 2 * kGroup); };
   const auto give_turn = [&] { ptx::named_barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 2 * kGroup); };
 
+  struct Start {
+    attn::Band<kIsMasked> band;
+    int query, key, left;  // of the first key tile, and how many are left behind it
+  };
+  const auto start_of_tile = [&] {
+    const Tile& tile = smem.tiles[tiles.stage];
+    return Start{tile.band.uniform(), warp::uniform(tile.query_begin + warp_row), warp::uniform(tile.end - 1) * kKeyTile,
+                 warp::uniform(tile.count) - 1};
+  };
   bool has_tile = await_tile();
   if (!has_tile) return;
+  Start next = start_of_tile();
   issue_scores();
   if (consumer == kConsumers - 1) give_turn();
   while (has_tile) {
     const Tile& tile = smem.tiles[tiles.stage];
     const attn::Sequence& seq = tile.sequence;
-    const int query = tile.query_begin + warp_row;
-    const attn::ScoreMap<Switches> scores(problem, params.scores, seq, tile.head);
-    Softmax softmax;
-    const auto probabilities = [&](int key) { return to_probabilities(s, softmax, rescale, scores, fold, params, tile, query, key); };
+    if (!kLooksAhead) next = start_of_tile();
+    const attn::Band<kIsMasked> band = next.band;
+    const int query = next.query;
+    attn::ScoreMap<Switches> scores(band, params.scores, seq, tile.head);
+    scores.settle();
+    Softmax softmax(kIsBounded ? max_of(0.0f, 1 - kHeadroom / fold) : -kInfinity);
+    attn::BiasAhead<BiasElement, 1, kKeyTile / 8> bias;
+    const auto read_bias = [&](int key, bool is_last) {
+      if constexpr (kReadsBiasAhead) scores.read_ahead(bias, query, key);
+      if constexpr (kHasBias)
+        if (!is_last) scores.bias.prefetch<kKeyTile>(query, key - kKeyTile, band.len_q);
+    };
+    const auto probabilities = [&](int key, bool is_first) {
+      return to_probabilities(s, softmax, rescale, scores, fold, tile.dropout, query, key, is_first, kReadsBiasAhead ? &bias : nullptr);
+    };
 
-    int key = tile.end * kKeyTile - kKeyTile, left = tile.count - 1;
+    int key = next.key, left = next.left;
+    read_bias(key, left == 0);
     out.zero();
     ptx::wgmma_wait<0>();
     take_scores(left == 0);
-    if (kSkipsHalf && scores.band.keys_of(query, min_of(query + 16, seq.len_q)).end <= key + kHalfTile) {  // the other half is seen by none
+    if (kTakesHalves && band.keys_of(query, min_of(query + kWarpRows, band.len_q)).end <= key + kHalfTile) {  // the other half is seen by none
       SHalf* const halves = reinterpret_cast<SHalf*>(&s);
-      to_probabilities(halves[0], softmax, rescale, scores, fold, params, tile, query, key);
+      to_probabilities(halves[0], softmax, rescale, scores, fold, tile.dropout, query, key, true);
       halves[1].zero();
     } else {
-      probabilities(key);
+      probabilities(key, true);
     }
     bool has_risen = false;  // the first product finds zeros
     pack_probabilities(p, s);
-    const int live_rows = seq.len_k - key;  // of the first tile; a tensor's end reads as zeros anyway
-    if (live_rows < kKeyTile && (problem.cu_seqlens_k || seq.len_k < problem.len_k)) {
+    const int live_rows = band.len_k - key;  // of the first tile; a tensor's end reads as zeros anyway
+    if (live_rows < kKeyTile && (problem.cu_seqlens_k || band.len_k < problem.len_k)) {
       ptx::mbarrier_wait(smem.v_full[values.stage], values.parity);
       zero_values(consumer, smem.v[values.stage], live_rows);
     }
 
     for (; left > 0; --left) {
       key -= kKeyTile;
+      read_bias(key, left == 1);
       ptx::mbarrier_wait(smem.k_full[keys.stage], keys.parity);
       take_turn();
       issue_scores();
@@ -423,7 +476,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
       give_turn();
       ptx::wgmma_wait<1>();
       take_scores(left == 1);
-      has_risen = probabilities(key);
+      has_risen = probabilities(key, false);
       ptx::wgmma_wait<0>();
       take_values();
       pack_probabilities(p, s);
@@ -438,6 +491,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
     has_tile = await_tile();
     issue_scores();  // of nothing, if there is none: a product under a condition would be waited for at once
     if (has_tile || consumer < kConsumers - 1) give_turn();
+    if (kLooksAhead) next = start_of_tile();
     const bool has_sink = params.scores.sink && !seq.is_slack;
     const float sink = has_sink ? static_cast<const float*>(params.scores.sink)[tile.head] : 0;
     float factor[2];
@@ -445,7 +499,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
     for (int half = 0; half < 2; ++half) {
       const float lse = softmax.finish(0, half, fold * float(kLn2), has_sink, sink, factor[half]);
       const int row = warp_row + warp::fragment_row(2 * half);
-      if (tile.query_begin + row < seq.len_q && warp::lane() % 4 == 0) tile.lse[row * params.lse.stride_n] = lse;
+      if (tile.query_begin + row < band.len_q && warp::lane() % 4 == 0) tile.lse[row * params.lse.stride_n] = lse;
     }
     ptx::wgmma_wait<1>();
     take_values();
@@ -455,7 +509,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
     if (warp::lane() == 0) ptx::mbarrier_arrive(smem.tile_empty[stage]);
   }
   ptx::wgmma_wait<0>();
-  if (kPassesOut && is_lead) ptx::tma_wait_read();  // shared memory outlives its copies
+  if (kPassesOut) ptx::tma_wait_read();  // shared memory outlives its copies
 }
 
 }  // namespace cf
@@ -485,7 +539,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) fwd_sm90(const __g
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
-  const int group = __shfl_sync(kFullWarp, threadIdx.x / kGroup, 0);  // uniform, so that roles are no divergence
+  const int group = warp::uniform(threadIdx.x / kGroup);
   if (group == 0) {
     ptx::give_registers<kProducerRegisters>();
     const int role = threadIdx.x / kWarpSize;

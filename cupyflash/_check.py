@@ -19,7 +19,7 @@ from cupyflash import _interop
 from cupyflash._errors import refusal
 from cupyflash._interop import Adopted, Place, contiguous, has_unit_stride
 from cupyflash._overlap import are_apart, byte_range, is_injective
-from cupyflash._spec import Blank, Call, Features, FilledIn, Mask, Spec, View
+from cupyflash._spec import SMALL_SOFTCAP, Blank, Call, Features, FilledIn, Mask, Spec, View
 
 if TYPE_CHECKING:
     from cupyflash._attention import Attention
@@ -650,6 +650,7 @@ def _describe(
         mask=Mask.BAND if is_masked else Mask.NONE,
         features=Features(
             softcap=attention.softcap is not None,
+            small_softcap=attention.softcap is not None and attention.softcap <= SMALL_SOFTCAP,
             alibi="alibi_slopes" in arrays,
             bias="bias" in arrays,
             dropout=attention.dropout_p > 0,

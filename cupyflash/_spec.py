@@ -52,11 +52,15 @@ class Mask(enum.Enum):
     BAND = "band"
 
 
+SMALL_SOFTCAP = 50.0  # exponentials lie within 2 * 50 log2(e) = 144 powers of two, which a float has
+
+
 @dataclass(frozen=True, slots=True)
 class Features:
     """Score changes that cost instructions, hence compile-time switches in the kernels."""
 
     softcap: bool = False
+    small_softcap: bool = False  # at most SMALL_SOFTCAP
     alibi: bool = False
     bias: bool = False
     dropout: bool = False

@@ -115,19 +115,21 @@ def hopper_forwards(device: Device) -> dict[str, Plan[Any]]:
         "plain": {},
         "negative scale": {"negative_scale": True},
         "softcap": {"softcap": True},
+        "small softcap": {"softcap": True, "small_softcap": True},
         "ALiBi": {"softcap": True, "alibi": True},
-        "bias": {"softcap": True, "alibi": True, "bias": True},
+        "bias": {"bias": True},
+        "all but dropout": {"softcap": True, "alibi": True, "bias": True},
         "dropout": {"dropout": True},
         "everything": {"softcap": True, "alibi": True, "bias": True, "dropout": True},
     }
     shapes, classes = ((64, 64), (128, 128), (192, 192), (192, 128), (256, 256)), ("normal", "medium")
     found: dict[Any, tuple[str, Plan[Any]]] = {}
     for dims, (name, switches), mask, size_class in itertools.product(shapes, changes.items(), Mask, classes):
-        bias = "float32" if "bias" in switches else None
-        asked = spec("bfloat16", *dims, Features(**switches), mask=mask, bias_dtype=bias, size_class=size_class)
-        plan = plan_forward(asked, device)
-        if plan.kernel == "fwd_sm90":
-            found.setdefault(plan.binary, (f"{name}, {dims}, {mask.name}, {size_class}", plan))
+        for bias in ("bfloat16", "float32", "float64") if "bias" in switches else (None,):
+            asked = spec("bfloat16", *dims, Features(**switches), mask=mask, bias_dtype=bias, size_class=size_class)
+            plan = plan_forward(asked, device)
+            assert plan.kernel == "fwd_sm90", plan.why
+            found.setdefault(plan.binary, (f"{name} {bias or ''}, {dims}, {mask.name}, {size_class}", plan))
     return dict(found.values())
 
 

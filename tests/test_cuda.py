@@ -309,25 +309,127 @@ def test_every_tile_of_more_heads_than_blocks_is_computed(
     attention = cf.Attention(causal=causal)
     found = attention.fwd(q, k, v, out=poisoned[0], lse=poisoned[1])
     wanted = attention.fwd(q, k, v, plan="fwd_generic")
-    for mine, generic, steps in ((found.out, wanted.out, 2**7), (found.lse, wanted.lse, 2**12)):
-        mine, generic = mine.astype(np.float32), generic.astype(np.float32)
-        both_empty = cupy.isneginf(mine) & cupy.isneginf(generic)
-        assert bool((both_empty | (abs(mine - generic) <= (1 + abs(generic)) * (2 / steps))).all())
+    _assert_alike(gpu, found, wanted)
 
 
-@pytest.mark.parametrize("bias_dtype", ["bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("length", [300, 301, 302, 304])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("count", "heads", "dim"), [(60, 16, 128), (60, 13, 64), (3, 2, 128)])
+def test_every_tile_of_many_packed_sequences_is_computed(
+    gpu: CupyBackend, count: int, heads: int, dim: int, causal: bool, rng: Random
+) -> None:
+    """Blocks that stay and blocks of one tile, empty sequences, rows that no sequence covers; beside fwd_generic."""
+    cupy = gpu.xp
+    lengths = rng.integers(0, 700, count)
+    lengths[rng.integers(0, count)] = 0
+    offsets = cupy.asarray(5 + np.concatenate([[0], np.cumsum(lengths)]), np.int32)
+    q, k, v = (gpu.put(_draw(rng, int(lengths.sum()) + 12, heads, dim)) for _ in range(3))
+    poisoned = cupy.full(q.shape, np.nan, q.dtype), cupy.full((heads, len(q)), np.nan, np.float32)
+    attention = cf.Attention(layout="thd", causal=causal)
+    packed = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    found = attention.fwd(q, k, v, **packed, out=poisoned[0], lse=poisoned[1])
+    wanted = attention.fwd(q, k, v, **packed, plan="fwd_generic")
+    _assert_alike(gpu, found, wanted)
+
+
+@pytest.mark.parametrize("q_start", [None, 5])  # 5: random numbers are drawn for each element
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)])
+def test_hoppers_tiles_drop_what_the_generic_ones_drop(
+    gpu: CupyBackend, dim: int, dim_v: int, q_start: int | None, rng: Random
+) -> None:
+    q, k, v = (gpu.put(_draw(rng, 2, 300, 4, width)) for width in (dim, dim, dim_v))
+    attention = cf.Attention(causal=True, dropout_p=0.3)
+    found, wanted = (
+        attention.fwd(q, k, v, seed=7, offset=3, q_start=q_start, plan=plan) for plan in (None, "fwd_generic")
+    )
+    _assert_alike(gpu, found, wanted)
+
+
+def _assert_alike(gpu: CupyBackend, found: Any, wanted: Any) -> None:
+    """Within two roundings of out's type, and of what a float sum allows for the LSE; nothing is left unwritten."""
+    cupy = gpu.xp
+    for mine, other, steps in ((found.out, wanted.out, 2**7), (found.lse, wanted.lse, 2**12)):
+        mine, other = mine.astype(np.float32), other.astype(np.float32)
+        both_empty = cupy.isneginf(mine) & cupy.isneginf(other)
+        assert bool((both_empty | (abs(mine - other) <= (1 + abs(other)) * (2 / steps))).all())
+
+
+@pytest.mark.parametrize("softcap", [1.0, 20.0, 50.0, 51.0])
+@pytest.mark.parametrize("dtype", [BF16, np.float16])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_softcap_is_exact_however_scores_rise_along_the_keys(
+    gpu: CupyBackend, dim: int, dtype: Any, softcap: float, rng: Random
+) -> None:
+    """The last keys, which come first, have the lowest scores that softcap allows, those before them the highest."""
+    direction = rng.standard_normal(dim).astype(np.float32)
+    q = (direction + _draw(rng, 1, 400, 2, dim, dtype=np.float32)).astype(dtype)
+    k = _draw(rng, 1, 400, 2, dim, dtype=np.float32)
+    k[:, :200] += direction
+    k[:, 200:] -= direction
+    v = _draw(rng, 1, 400, 2, dim, dtype=dtype)
+    for window in (None, (250, 100), (0, 0)):
+        options: dict[str, Any] = {"softcap": softcap, "scale": 0.5, "window": window}
+        arrays = [q, k.astype(dtype), v]
+        found = cf.attn_fwd(*(gpu.put(array) for array in arrays), **options)
+        testing.check_forward(gpu.get(found.out), gpu.get(found.lse), *arrays, **options)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+@pytest.mark.parametrize("sink", [-1e30, -100.0, 3.0])
+def test_rows_without_keys_stay_empty_under_a_small_softcap(
+    gpu: CupyBackend, softcap: float, sink: float, rng: Random
+) -> None:
+    """They share their tiles with rows that see keys; their LSE is the sink, or -inf."""
+    q, k, v = _draw(rng, 1, 128, 2, 64), _draw(rng, 1, 64, 2, 64), _draw(rng, 1, 64, 2, 64)
+    attention = cf.Attention(causal=True, softcap=softcap)
+    arrays = [gpu.put(array) for array in (q, k, v)]
+    for extra, wanted in (({}, -np.inf), ({"sink": gpu.put(np.full(2, sink, np.float32))}, np.float32(sink))):
+        out, lse = (gpu.get(array) for array in attention.fwd(*arrays, **extra))
+        assert not out[:, :64].astype(np.float32).any() and (lse[..., :64] == wanted).all()
+        assert np.isfinite(lse[..., 64:]).all()
+
+
+@pytest.mark.parametrize("softcap", [1.0, 50.0])
+def test_small_softcaps_leave_no_range_unused(gpu: CupyBackend, softcap: float, rng: Random) -> None:
+    """Values near float32's end, and rows whose first tile is hidden."""
+    q, k, v = (_draw(rng, 1, length, 2, 64) for length in (400, 450, 450))
+    v = (v.astype(np.float32) * 1e17).astype(BF16)
+    options: dict[str, Any] = {"softcap": softcap, "window": (300, 0)}
+    out, lse = (gpu.get(array) for array in cf.attn_fwd(*(gpu.put(array) for array in (q, k, v)), **options))
+    testing.check_forward(out, lse, q, k, v, **options)
+
+
+@pytest.mark.parametrize("ahead", [1, 16, 17, 33, 129, -15, -31])
+@pytest.mark.parametrize("dtype", [BF16, np.float16, np.float32])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_alibi_is_the_distance_on_both_sides_of_the_diagonal(
+    gpu: CupyBackend, dim: int, dtype: Any, ahead: int, rng: Random
+) -> None:
+    """Tiles end beside the diagonal, touch it, and lie across it: keys are `ahead` more than queries."""
+    q, k, v, dout = (_draw(rng, 1, n, 2, dim, dtype=dtype) for n in (256, 256 + ahead, 256 + ahead, 256))
+    slopes = np.array([0.5, 0.01], np.float32)
+    arrays = [gpu.put(array) for array in (q, k, v)]
+    saved = cf.attn_fwd(*arrays, alibi_slopes=gpu.put(slopes))
+    grads = cf.attn_bwd(*arrays, *saved, gpu.put(dout), alibi_slopes=gpu.put(slopes))
+    out, lse = (gpu.get(array) for array in saved)
+    testing.check_forward(out, lse, q, k, v, alibi_slopes=slopes)
+    gradients = type(grads)(*(gpu.get(grad) for grad in grads))
+    testing.check_backward(gradients, q, k, v, dout, out=out, lse=lse, alibi_slopes=slopes)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("bias_dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("length", [301, 302, 304])
 def test_rows_of_a_bias_are_read_as_wide_as_they_are_aligned(
-    gpu: CupyBackend, length: int, bias_dtype: str, rng: Random
+    gpu: CupyBackend, length: int, bias_dtype: str, softcap: float | None, rng: Random
 ) -> None:
     """Long enough for tiles that are all visible; the backward reads it too."""
     q, k, v, dout = (_draw(rng, 1, length, heads, 64) for heads in (4, 2, 2, 4))
     bias = _draw(rng, 1, 4, length, length, dtype=DTYPES[bias_dtype])
-    attention = cf.Attention(window=(None, 200), softcap=5.0)
+    attention = cf.Attention(window=(None, 200), softcap=softcap)
     arrays = [gpu.put(array) for array in (q, k, v)]
     saved = attention.fwd(*arrays, bias=gpu.put(bias))
     grads = attention.bwd(*arrays, *saved, gpu.put(dout), bias=gpu.put(bias))
-    options: dict[str, Any] = {"window": (None, 200), "softcap": 5.0, "bias": bias}
+    options: dict[str, Any] = {"window": (None, 200), "softcap": softcap, "bias": bias}
     host = [gpu.get(array) for array in saved]
     testing.check_forward(*host, q, k, v, **options)
     gradients = type(grads)(*(gpu.get(grad) for grad in grads))

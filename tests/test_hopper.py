@@ -28,7 +28,7 @@ class Told:
         fields = packer.unpack(launch.struct[: packer.size])
         self.grid, self.smem_bytes = launch.grid[0], launch.smem_bytes
         self.maps = [fields[at * BLOCKS_PER_MAP : (at + 1) * BLOCKS_PER_MAP] for at in range(4)]
-        self.places, self.paired_heads, self.heads_at_a_time, _ = fields[-4:]
+        self.places, self.paired_heads, self.heads_at_a_time, self.staying_blocks = fields[-4:]
 
     def extents(self, which: int) -> list[int]:
         return list(self.maps[which][3:7])
@@ -70,7 +70,7 @@ def test_maps_say_where_rows_lie_and_addresses_are_each_calls_own(fake_cuda: Any
     assert told.strides(Q) == [2 * 4 * 64, 2 * 2 * 64, 2 * 70 * 4 * 64]
     assert told.strides(K) == [2 * 2 * 128, 2 * 128, 2 * 90 * 2 * 128]
     assert told.strides(V) == [2 * 2 * 64, 2 * 64, 0]
-    assert [told.box(which) for which in (Q, K, V, OUT)] == [[64, 192], [64, 128], [64, 128], [64, 64]]
+    assert [told.box(which) for which in (Q, K, V, OUT)] == [[64, 128], [64, 128], [64, 128], [64, 16]]
 
 
 def test_an_axis_of_one_may_have_any_stride(fake_cuda: Any) -> None:
@@ -107,17 +107,23 @@ def test_blocks_stay_and_some_heads_go_in_pairs(
     query_tile = 192 if shape[3] == 64 else 128
     tiles, heads = -(-shape[1] // query_tile), shape[0] * shape[2]
     assert told.places == heads * tiles
-    assert told.grid == min(told.places, SMS)
+    assert told.grid == told.staying_blocks == min(told.places, SMS)
     assert (told.paired_heads, told.heads_at_a_time) == (paired, at_a_time)
     assert (heads - paired) * tiles >= min(2 * SMS, told.places) and paired % 2 == at_a_time % 2 == 0
 
 
-def test_tiles_of_packed_sequences_are_handed_out_one_by_one(fake_cuda: Any) -> None:
-    q = array(fake_cuda, 5000, 16, 128)
-    offsets = fake_cuda.ndarray(np.array([0, 100, 5000], np.int32), 0)
+@pytest.mark.parametrize(("length", "heads", "rounds"), [(5000, 2, 0), (5000, 16, 4), (30000, 16, 21)])
+def test_a_quarter_of_the_tiles_of_packed_sequences_is_handed_out_one_by_one(
+    fake_cuda: Any, length: int, heads: int, rounds: int
+) -> None:
+    q = array(fake_cuda, length, heads, 128)
+    offsets = fake_cuda.ndarray(np.array([0, 100, length], np.int32), 0)
     cf.attn_fwd(q, q, q, layout="thd", cu_seqlens_q=offsets, cu_seqlens_k=offsets)
     told = Told(fake_cuda)
-    assert told.grid == told.places == 16 * (-(-5000 // 128) + 2 + 2)
+    assert told.places == heads * (-(-length // 128) + 2 + 2)
+    singles = told.places - rounds * SMS
+    assert told.staying_blocks == (SMS if rounds else 0) and told.grid == told.staying_blocks + singles
+    assert told.places / 4 <= singles < told.places / 4 + SMS + 1
     assert told.paired_heads == 0
 
 

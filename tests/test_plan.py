@@ -15,6 +15,7 @@ from cupyflash._cuda.device import KNOWN, Device
 from cupyflash._cuda.plan import backward as plan_backward
 from cupyflash._cuda.plan import forward as plan_forward
 from cupyflash._cuda.plan import head_dim_tile, named, validate
+from cupyflash._cuda.tiles import Room
 from cupyflash._spec import Features, Mask, Spec
 from tests.binaries import DTYPES, is_held, plans, spec
 
@@ -150,9 +151,6 @@ def test_hopper_has_its_own_forward(request_name: str, dtype: str, dims: tuple[i
     """A sink, live lengths and positions are no part of a Spec: they change no binary."""
     asked = spec(dtype, *dims, **SM90_REQUESTS[request_name])
     plan = plan_forward(asked, KNOWN[90])
-    if request_name == "dropout" and dims == (256, 256):
-        assert plan.kernel == "fwd_generic" and "not fwd_sm90: none of its tiles has registers left" in plan.why
-        return
     assert plan.kernel == "fwd_sm90" and plan.target == "sm_90a"
     assert plan.constants.head_dim >= dims[0] and plan.constants.head_dim_v >= dims[1]
     for device in GPUS:
@@ -167,15 +165,54 @@ def test_hopper_has_its_own_forward(request_name: str, dtype: str, dims: tuple[i
         ("normal", Mask.BAND, 64, 192),
         ("medium", Mask.BAND, 64, 128),
         ("decode", Mask.BAND, 40, 128),
-        ("medium", Mask.NONE, 64, 192),
+        ("medium", Mask.NONE, 64, 128),
+        ("normal", Mask.NONE, 64, 192),
         ("medium", Mask.BAND, 128, 128),
     ],
 )
-def test_few_keys_under_a_mask_have_a_tile_of_two_consumers(size_class: str, mask: Mask, dim: int, rows: int) -> None:
+def test_few_keys_have_a_tile_of_two_consumers(size_class: str, mask: Mask, dim: int, rows: int) -> None:
     plan = plan_forward(spec(dim=dim, mask=mask, size_class=size_class), KNOWN[90])
     assert plan.constants.query_tile == rows
     assert ("of few keys" in plan.why) == (dim <= 64 and rows == 128)
     assert "row 0 of the tile table" in plan.why
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "is_bounded"),
+    [
+        ({"small_softcap": True}, "bfloat16", True),
+        ({"small_softcap": True, "dropout": True}, "bfloat16", True),
+        ({"small_softcap": False}, "bfloat16", False),
+        ({"small_softcap": True}, "float16", False),  # whose exponents do not reach as far
+        ({"small_softcap": True, "alibi": True}, "bfloat16", False),
+        ({"small_softcap": True, "bias": True}, "bfloat16", False),
+    ],
+)
+def test_only_a_small_softcap_bounds_scores(changes: dict[str, bool], dtype: str, is_bounded: bool) -> None:
+    asked = spec(dtype, features=Features(softcap=True, **changes), bias_dtype="float32" if "bias" in changes else None)
+    plan: Any = plan_forward(asked, KNOWN[90])
+    assert plan.constants.is_bounded == is_bounded
+
+
+@pytest.mark.parametrize(
+    ("features", "room"),
+    [
+        (Features(), Room.RAW),
+        (Features(negative_scale=True), Room.ONE),
+        (Features(softcap=True), Room.ONE),
+        (Features(softcap=True, alibi=True), Room.ALIBI),
+        (Features(bias=True), Room.MORE),
+        (Features(dropout=True), Room.MORE),
+        (Features(dropout=True, negative_scale=True), Room.ANY),
+        (Features(bias=True, alibi=True), Room.ANY),
+        (Features(bias=True, dropout=True), Room.ANY),
+    ],
+)
+def test_a_tile_has_room_for_what_is_asked(features: Features, room: Room) -> None:
+    """The first row of the table that has it."""
+    asked = spec(dim=128, features=features, bias_dtype="float32" if features.bias else None)
+    first = next(tile for tile in tiles.FWD_SM90[128] if tile.room >= room)
+    assert plan_forward(asked, KNOWN[90]).constants.key_tile == first.key_tile
 
 
 def test_a_kernel_may_be_named() -> None:

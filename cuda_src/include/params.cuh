@@ -81,7 +81,7 @@ struct FwdSm90Params {
   TensorMap q;                  // boxes of 64 columns and kQueryTile rows
   TensorMap k;                  // ... kKeyTile rows
   TensorMap v;
-  TensorMap out_boxes;          // ... 64 rows; unused where out is stored by threads
+  TensorMap out_boxes;          // ... 16 rows; unused where out is stored by threads
   Problem problem;
   Scores scores;
   Tensor out;                   // [B, Nq, Hq, Dv]
@@ -89,7 +89,7 @@ struct FwdSm90Params {
   int places;                   // query tiles of all heads and batches
   int paired_heads;             // how many of the first heads have their tiles taken in pairs; even
   int heads_at_a_time;          // even
-  int padding;
+  int staying_blocks;           // that take tile after tile; those behind them take one each
 };
 
 struct BwdPreprocessParams {

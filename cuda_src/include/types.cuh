@@ -51,6 +51,14 @@ __device__ __forceinline__ uint32 pack(float lo, float hi) {
   return r;
 }
 
+// The lower (0) or the upper (1) of two, as a float.
+template <class T>
+__device__ __forceinline__ float unpack(uint32 pair, int i) {
+  static_assert(kIsHalf<T>);
+  if constexpr (kIsSame<T, bf16>) return __uint_as_float(i ? pair & 0xffff0000u : pair << 16);
+  else return __half2float(__ushort_as_half(static_cast<unsigned short>(i ? pair >> 16 : pair)));
+}
+
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 template <class T>

@@ -12,7 +12,7 @@ from .arguments import NO_TENSOR, TYPE_CODES, per_row, pointer, problem, rows, s
 from .constants import (
     ITEM_BYTES,
     MERGE_GROUP,
-    SM90_ROWS,
+    SM90_WARP_ROWS,
     BwdDbiasGeneric,
     BwdPreprocess,
     FwdGeneric,
@@ -66,18 +66,29 @@ def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric | FwdSm90]) -> Work:
             (call.q, c.query_tile),
             (call.k, c.key_tile),
             (call.v, c.key_tile),
-            (call.out, SM90_ROWS),
+            (call.out, SM90_WARP_ROWS),
         ):
             has_boxes = view is not call.out or c.passes_out
             boxes += tensor_map(_given(view), box_rows, call.device) if has_boxes else NO_MAP
-        # Nobody knows the lengths of packed sequences: the hardware hands out tiles. Else blocks stay and load ahead.
-        staying = _device.of(call.device).sm_count
-        grid = blocks if spec.packed else min(blocks, staying)
         tiles = tiles_of(call.len_q, c.query_tile, call)
-        schedule.launch(plan, grid, (*boxes, *shared, *written, blocks, *_order(spec, call, tiles, blocks, grid), 0))
+        staying, singles = _grid(spec, blocks, _device.of(call.device).sm_count)
+        order = *_order(spec, call, tiles, blocks, staying), staying
+        schedule.launch(plan, staying + singles, (*boxes, *shared, *written, blocks, *order))
     else:
         schedule.launch(plan, blocks, (*shared, *rows(call.q), *rows(call.k), *rows(call.v), *written))
     return schedule
+
+
+def _grid(spec: Spec, tiles: int, sm_count: int) -> tuple[int, int]:
+    """How many blocks take tile after tile, loading ahead, and how many behind them one each.
+
+    Nobody knows the lengths of packed sequences. So a quarter of their tiles is handed out by the hardware, one by one
+    as multiprocessors become free, which evens out what the blocks that stay have got.
+    """
+    if not spec.packed:
+        return min(tiles, sm_count), 0
+    rounds = tiles * 3 // 4 // sm_count
+    return sm_count if rounds else 0, tiles - rounds * sm_count
 
 
 def _order(spec: Spec, call: Call, tiles: int, blocks: int, grid: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # what a tile's head dim is rounded up 
 SM90_HEAD_DIMS = (64, 128, 192, 256)  # the same for fwd_sm90
 SM90_KEY_TILES = (32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 256)  # the widths of ptx/wgmma.cuh
 SM90_ROWS = 64  # of a consumer warpgroup
+SM90_WARP_ROWS = 16
 SM90_PANEL = 64  # columns of a box
 
 
@@ -62,7 +63,7 @@ class FwdGeneric(_Scores):
         return item * (tiles + probabilities)
 
 
-_TILES, _TILE_BYTES = 4, 88  # of what fwd_sm90 publishes at a time: its kTiles and sizeof(Tile)
+_TILES, _TILE_BYTES = 4, 136  # of what fwd_sm90 publishes at a time: its kTiles and sizeof(Tile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class FwdSm90(_Scores):
     """`fwd_sm90.cu`."""
 
     out_element: str
+    is_bounded: bool  # softcap keeps scores so close that a row's first maximum serves all of it
     query_stages: int
     stages: int
 

@@ -104,7 +104,7 @@ STRUCTS: dict[str, Fields] = {
         ("places", "i"),
         ("paired_heads", "i"),
         ("heads_at_a_time", "i"),
-        ("padding", "i"),
+        ("staying_blocks", "i"),
     ),
     "BwdPreprocessParams": (
         ("problem", PROBLEM),

@@ -180,14 +180,13 @@ def _fitting(
 
 
 def _room(constants: dict[str, Any]) -> tiles.Room:
-    switches = (
-        ("has_dropout", tiles.Room.ANY),
-        ("has_bias", tiles.Room.BIAS),
-        ("has_alibi", tiles.Room.ALIBI),
-        ("has_softcap", tiles.Room.ONE),
-        ("is_scale_negative", tiles.Room.ONE),
-    )
-    return max((room for switch, room in switches if constants[switch]), default=tiles.Room.RAW)
+    has_little = constants["has_softcap"] or constants["is_scale_negative"]
+    much = constants["has_bias"] + constants["has_dropout"]
+    if much:
+        return tiles.Room.ANY if much == 2 or has_little or constants["has_alibi"] else tiles.Room.MORE
+    if constants["has_alibi"]:
+        return tiles.Room.ALIBI
+    return tiles.Room.ONE if has_little else tiles.Room.RAW
 
 
 def _rows(table: TileTable, spec: Spec) -> list[Any]:
@@ -205,6 +204,12 @@ def why_not_sm90(spec: Spec) -> str | None:
     return None
 
 
+def _is_bounded(spec: Spec) -> bool:
+    """Whether softcap alone decides how far scores lie apart, and P's type has float's range."""
+    features = spec.features
+    return features.small_softcap and not (features.alibi or features.bias) and spec.dtype == "bfloat16"
+
+
 def legal_forward(spec: Spec, device: Device) -> Iterator[Plan[Any]]:
     """Candidates of the forward, best first: `fwd_sm90` where it can serve, then `fwd_generic`."""
     note = ""
@@ -213,13 +218,13 @@ def legal_forward(spec: Spec, device: Device) -> Iterator[Plan[Any]]:
         if why_not is None:
             dim, dim_v = (next(n for n in SM90_HEAD_DIMS if real <= n) for real in (spec.head_dim, spec.head_dim_v))
             sizes: dict[str, Any] = {"head_dim": dim, "head_dim_v": dim_v, "out_element": spec.out_dtype}
-            if spec.size_class != "normal" and spec.mask is not Mask.NONE:
-                small = "; of few keys or queries under a mask"
-                rows = tiles.FWD_SM90_SMALL_MASKED.get(max(dim, dim_v), [])
-                yield from _fitting(FwdSm90, rows, spec, device, small, **sizes)
+            sizes["is_bounded"] = _is_bounded(spec)
+            if spec.size_class != "normal":
+                rows = tiles.FWD_SM90_SMALL.get(max(dim, dim_v), [])
+                yield from _fitting(FwdSm90, rows, spec, device, "; of few keys or queries", **sizes)
             yield from _fitting(FwdSm90, tiles.FWD_SM90[max(dim, dim_v)], spec, device, **sizes)
-            why_not = "none of its tiles has registers left for dropout beside such rows"
-        note = f"; not fwd_sm90: {why_not}"
+        else:
+            note = f"; not fwd_sm90: {why_not}"
     yield from _fitting(FwdGeneric, _rows(tiles.FWD, spec), spec, device, note, out_element=spec.out_dtype)
 
 

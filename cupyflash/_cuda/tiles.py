@@ -14,9 +14,9 @@ class Room(enum.IntEnum):
 
     RAW = 0  # scores as the product makes them
     ONE = 1  # softcap or a negative scale
-    ALIBI = 2
-    BIAS = 3
-    ANY = 4  # dropout too
+    ALIBI = 2  # those too
+    MORE = 3  # a bias or dropout, alone
+    ANY = 4  # all together
 
 
 class DqTile(NamedTuple):
@@ -46,7 +46,7 @@ class Sm90Tile(NamedTuple):
     key_tile: int
     query_stages: int
     stages: int
-    warps: int  # the producer's four too
+    warps: int  # the producers' four too
     room: Room = Room.ANY
 
 
@@ -95,27 +95,35 @@ FWD: dict[int, dict[int, list[FwdTile]]] = {
 }
 # The same for fwd_sm90, by the larger of the head dims alone. What it holds of scores, out and P fills the registers.
 FWD_SM90: dict[int, list[Sm90Tile]] = {
-    64: [Sm90Tile(192, 128, 2, 3, 16, Room.RAW), Sm90Tile(128, 128, 2, 3, 12, Room.ALIBI), Sm90Tile(128, 96, 2, 3, 12)],
+    64: [
+        Sm90Tile(192, 128, 2, 3, 16, Room.RAW),
+        Sm90Tile(128, 128, 2, 3, 12, Room.ALIBI),
+        Sm90Tile(128, 96, 2, 3, 12, Room.MORE),
+        Sm90Tile(128, 80, 2, 3, 12),
+    ],
     128: [
         Sm90Tile(128, 128, 2, 2, 12, Room.ALIBI),
-        Sm90Tile(128, 80, 2, 2, 12, Room.BIAS),
+        Sm90Tile(128, 96, 2, 2, 12, Room.MORE),
         Sm90Tile(128, 64, 2, 2, 12),
     ],
     192: [
         Sm90Tile(128, 112, 1, 2, 12, Room.RAW),
         Sm90Tile(128, 80, 1, 2, 12, Room.ALIBI),
-        Sm90Tile(128, 48, 1, 2, 12, Room.BIAS),
-        Sm90Tile(128, 32, 1, 2, 12),
+        Sm90Tile(128, 48, 1, 2, 12),
     ],
     256: [
         Sm90Tile(128, 80, 1, 2, 12, Room.RAW),
         Sm90Tile(128, 64, 1, 2, 12, Room.ONE),
         Sm90Tile(128, 48, 1, 2, 12, Room.ALIBI),
-        Sm90Tile(128, 32, 1, 2, 12, Room.BIAS),
+        Sm90Tile(128, 32, 1, 2, 12),
     ],
 }
-# What comes first under a mask where there are few keys or queries: three consumers' rows meet more of the diagonal.
-FWD_SM90_SMALL_MASKED: dict[int, list[Sm90Tile]] = {64: [Sm90Tile(128, 128, 2, 3, 12, Room.ALIBI)]}
+# What comes first where there are few keys or queries. At D 64 three consumers' rows meet more of the diagonal, and of
+# what is not there; at D 256 fewer keys lie beyond it.
+FWD_SM90_SMALL: dict[int, list[Sm90Tile]] = {
+    64: [Sm90Tile(128, 128, 2, 3, 12, Room.ALIBI)],
+    256: [Sm90Tile(128, 64, 1, 2, 12, Room.ONE)],
+}
 BWD: dict[int, dict[int, list[BwdTile]]] = {
     2: {
         # 0.83, 0.87; 64x128 0.68, 0.69
@@ -213,12 +221,12 @@ SPILLS: dict[tuple[str, str, int], tuple[int, str]] = {
     ("FwdGeneric", "16-bit", 64): (32, _BOOKKEEPING),
     ("FwdGeneric", "16-bit", 96): (96, _BOOKKEEPING),
     ("FwdGeneric", "16-bit", 128): (48, _BOOKKEEPING),
-    ("FwdGeneric", "16-bit", 256): (48, _BOOKKEEPING),
+    ("FwdGeneric", "16-bit", 256): (64, _BOOKKEEPING),
     ("FwdGeneric", "float32", 64): (16, _BOOKKEEPING),
     ("FwdGeneric", "float32", 128): (208, _WIDE_ROWS),
     ("FwdGeneric", "float32", 192): (64, _WIDE_ROWS),
     ("FwdGeneric", "float32", 256): (48, _WIDE_ROWS),
-    ("FwdGeneric", "float64", 256): (2544, _WIDE_DOUBLES),
+    ("FwdGeneric", "float64", 256): (2832, _WIDE_DOUBLES),
     ("BwdPreprocess", "16-bit", 0): (16, _ADDRESSES),
     ("BwdGeneric", "16-bit", 32): (16, _BOOKKEEPING),
     ("BwdGeneric", "16-bit", 64): (16, _BOOKKEEPING),
@@ -227,16 +235,16 @@ SPILLS: dict[tuple[str, str, int], tuple[int, str]] = {
     ("BwdGeneric", "16-bit", 192): (64, _BOOKKEEPING),
     ("BwdGeneric", "16-bit", 256): (96, _BOOKKEEPING),
     ("BwdGeneric", "float32", 64): (96, _BOOKKEEPING),
-    ("BwdGeneric", "float32", 96): (80, _BOOKKEEPING),
+    ("BwdGeneric", "float32", 96): (96, _BOOKKEEPING),
     ("BwdGeneric", "float32", 128): (112, _BOOKKEEPING),
     ("BwdGeneric", "float32", 192): (48, _BOOKKEEPING),
     ("BwdGeneric", "float32", 256): (160, _BOOKKEEPING),
-    ("BwdGeneric", "float64", 256): (2512, _WIDE_DOUBLES),
+    ("BwdGeneric", "float64", 256): (2528, _WIDE_DOUBLES),
     ("BwdDqGeneric", "16-bit", 32): (192, _BOOKKEEPING),
     ("BwdDqGeneric", "float32", 96): (32, _BOOKKEEPING),
-    ("BwdDqGeneric", "float32", 128): (32, _BOOKKEEPING),
+    ("BwdDqGeneric", "float32", 128): (48, _BOOKKEEPING),
     ("BwdDbiasGeneric", "16-bit", 192): (64, _BOOKKEEPING),
-    ("BwdDbiasGeneric", "16-bit", 256): (64, _BOOKKEEPING),
+    ("BwdDbiasGeneric", "16-bit", 256): (80, _BOOKKEEPING),
     ("BwdDbiasGeneric", "float32", 128): (16, _BOOKKEEPING),
     ("BwdDbiasGeneric", "float32", 192): (128, _BOOKKEEPING),
     ("BwdDbiasGeneric", "float64", 256): (688, _WIDE_DOUBLES),

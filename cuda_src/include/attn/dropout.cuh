@@ -8,22 +8,28 @@
 
 namespace cf::attn {
 
+// Several calls in step: one runs in another's gaps, and all share the keys of a round.
+template <int kCalls>
 struct Philox {
-  uint32 word[4];
+  uint32 word[kCalls][4];
 
-  __device__ __forceinline__ Philox(uint32 c0, uint32 c1, uint32 c2, uint32 c3, uint64 seed) {
+  // `word` holds the counters before, the random numbers behind.
+  __device__ __forceinline__ void run(uint64 seed) {
     uint32 k0 = static_cast<uint32>(seed), k1 = static_cast<uint32>(seed >> 32);
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
-      const uint64 a = uint64{0xD2511F53u} * c0, b = uint64{0xCD9E8D57u} * c2;
-      c0 = static_cast<uint32>(b >> 32) ^ c1 ^ k0;
-      c1 = static_cast<uint32>(b);
-      c2 = static_cast<uint32>(a >> 32) ^ c3 ^ k1;
-      c3 = static_cast<uint32>(a);
+#pragma unroll
+      for (int call = 0; call < kCalls; ++call) {
+        uint32(&c)[4] = word[call];
+        const uint64 a = uint64{0xD2511F53u} * c[0], b = uint64{0xCD9E8D57u} * c[2];
+        c[0] = static_cast<uint32>(b >> 32) ^ c[1] ^ k0;
+        c[1] = static_cast<uint32>(b);
+        c[2] = static_cast<uint32>(a >> 32) ^ c[3] ^ k1;
+        c[3] = static_cast<uint32>(a);
+      }
       k0 += 0x9E3779B9u;
       k1 += 0xBB67AE85u;
     }
-    word[0] = c0; word[1] = c1; word[2] = c2; word[3] = c3;
   }
 };
 
@@ -42,43 +48,65 @@ struct Dropout {
     query_position = static_cast<uint32>(k_start + s.exact_shift);
   }
 
-  __device__ __forceinline__ Philox draw(uint32 p, uint32 r) const {
-    return Philox(p / 16 * 8 + p % 8, r / 16 * 8 + r % 8, stream, offset, seed);
+  // The counters of the call that serves a position.
+  __device__ __forceinline__ void count(uint32 (&counters)[4], uint32 p, uint32 r) const {
+    counters[0] = p / 16 * 8 + p % 8;
+    counters[1] = r / 16 * 8 + r % 8;
+    counters[2] = stream;
+    counters[3] = offset;
   }
-
-  __device__ __forceinline__ bool is_kept(int query, int key) const {
-    const uint32 p = query_position + query, r = key_position + key;
-    const Philox drawn = draw(p, r);
-    const uint32 lo = p % 16 < 8 ? drawn.word[0] : drawn.word[2], hi = p % 16 < 8 ? drawn.word[1] : drawn.word[3];
-    return (r % 16 < 8 ? lo : hi) >= threshold;
+  // Whether the elements of a lane come in whole calls: its tile begins at positions that are multiples of 16.
+  template <int kN>
+  __device__ __forceinline__ bool is_aligned(int query, int key) const {
+    return kN % 2 == 0 && (query_position + query) % 16 == 0 && (key_position + key) % 16 == 0;
   }
 
   // Calls f(element, is_kept) for every element of a fragment whose first element is (query, key).
   template <int kM, int kN, class T, class F>
   __device__ __forceinline__ void for_each(warp::Fragment<kM, kN, T>& x, int query, int key, const F& f) const {
-    const bool is_aligned = (query_position + query) % 16 == 0 && (key_position + key) % 16 == 0;
+    if (is_aligned<kN>(query, key)) for_each_aligned(x, query, key, f, [](int, int) {});
+    else for_each_apart(x, query, key, f);
+  }
+  // Some tiles after the others; `prepare` may make them, while their random numbers are drawn.
+  template <int kM, int kN, class T, class F, class Prepare>
+  __device__ __forceinline__ void for_each_aligned(warp::Fragment<kM, kN, T>& x, int query, int key, const F& f,
+                                                   const Prepare& prepare) const {
+    constexpr int kTogether = kN % 4 == 0 ? 4 : 2;  // tiles, and calls: two serve two
 #pragma unroll
-    for (int m = 0; m < kM; ++m) {
-      const int row = query + 16 * m + warp::fragment_row(0);
-      if (is_aligned && kN % 2 == 0) {
+    for (int m = 0; m < kM; ++m)
 #pragma unroll
-        for (int n = 0; n + 1 < kN; n += 2)
+      for (int n = 0; n + kTogether <= kN; n += kTogether) {
+        const uint32 p = query_position + query + 16 * m + warp::fragment_row(0), r = key_position + key + 8 * n;
+        Philox<kTogether> drawn;
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const Philox drawn = draw(query_position + row, key_position + key + 8 * n + warp::fragment_col(i));
-            f(x.x[m][n][i], drawn.word[0] >= threshold);
-            f(x.x[m][n + 1][i], drawn.word[1] >= threshold);
-            f(x.x[m][n][2 + i], drawn.word[2] >= threshold);
-            f(x.x[m][n + 1][2 + i], drawn.word[3] >= threshold);
-          }
-      } else {
+        for (int call = 0; call < kTogether; ++call) count(drawn.word[call], p, r + call / 2 * 16 + warp::fragment_col(call % 2));
+        drawn.run(seed);
+        prepare(n, n + kTogether);
 #pragma unroll
-        for (int n = 0; n < kN; ++n)
+        for (int call = 0; call < kTogether; ++call)
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            f(x.x[m][n][i], is_kept(row + 8 * (i / 2), key + 8 * n + warp::fragment_col(i)));
+          for (int i = 0; i < 4; ++i) f(x.x[m][n + call / 2 * 2 + i % 2][i / 2 * 2 + call % 2], drawn.word[call][i] >= threshold);
       }
-    }
+  }
+  // A call for each element.
+  template <int kM, int kN, class T, class F>
+  __device__ __forceinline__ void for_each_apart(warp::Fragment<kM, kN, T>& x, int query, int key, const F& f) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const uint32 p = query_position + query + 16 * m + warp::fragment_row(0), r = key_position + key + 8 * n;
+        Philox<4> drawn;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) count(drawn.word[i], p + i / 2 * 8, r + warp::fragment_col(i));
+        drawn.run(seed);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32(&word)[4] = drawn.word[i];
+          const bool is_low = (p + i / 2 * 8) % 16 >= 8, is_right = (r + warp::fragment_col(i)) % 16 >= 8;
+          f(x.x[m][n][i], (is_low ? is_right ? word[3] : word[2] : is_right ? word[1] : word[0]) >= threshold);
+        }
+      }
   }
 };
 

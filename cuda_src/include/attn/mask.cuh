@@ -2,6 +2,7 @@
 // A kernel asks for the key range of a tile or a row, a tile's query range, and whether a tile is full.
 #pragma once
 #include "attn/sequence.cuh"
+#include "tile/fragment.cuh"
 
 namespace cf::attn {
 
@@ -22,6 +23,16 @@ struct Band {
       low = static_cast<int>(clamp(s.exact_shift - p.window_left, -kFar, kFar));
       high = static_cast<int>(clamp(s.exact_shift + p.window_right, -kFar, kFar));
     }
+  }
+
+  // The band that every lane of a warp has.
+  __device__ __forceinline__ Band uniform() const {
+    Band band = *this;
+    band.low = warp::uniform(low);
+    band.high = warp::uniform(high);
+    band.len_q = warp::uniform(len_q);
+    band.len_k = warp::uniform(len_k);
+    return band;
   }
 
   // Keys that some query of [begin, end) sees.

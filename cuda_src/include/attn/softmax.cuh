@@ -18,12 +18,12 @@ struct Softmax {
   // What exponents are relative to. A row without keys so far: exp(-inf - 0) = 0.
   __device__ __forceinline__ T reference(int m, int half) const { return max[m][half] == -kInfinity ? T(0) : max[m][half]; }
 
-  __device__ __forceinline__ Softmax() {
+  __device__ __forceinline__ explicit Softmax(T least = -kInfinity) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        max[m][half] = -kInfinity;
+        max[m][half] = least;
         sum[m][half] = 0;
       }
   }
@@ -78,13 +78,27 @@ struct Softmax {
     return step;
   }
 
-  // x becomes p = exp(x - max), and is added to the sums.
-  template <int kN>
-  __device__ __forceinline__ void add(warp::Fragment<kM, kN, T>& x, const Step& step, T fold) {
+  // The maxima stay what they are, whatever this tile holds: for scores that are bounded.
+  __device__ __forceinline__ Step keep(T fold) const {
+    Step step;
+    step.has_risen = false;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
-      for (int n = 0; n < kN; ++n)
+      for (int half = 0; half < 2; ++half) {
+        step.rescale[m][half] = 1;
+        step.folded[m][half] = ptx::mul(max[m][half], fold);
+      }
+    return step;
+  }
+
+  // x becomes p = exp(x - max), and is added to the sums; of the tiles [begin, end).
+  template <int kN>
+  __device__ __forceinline__ void add(warp::Fragment<kM, kN, T>& x, const Step& step, T fold, int begin = 0, int end = kN) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = begin; n < end; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           x.x[m][n][i] = ptx::exp2(ptx::fma(x.x[m][n][i], fold, -step.folded[m][i / 2]));
@@ -116,7 +130,7 @@ struct Softmax {
   // with no visible key').
   __device__ __forceinline__ T finish(int m, int half, T unit, bool has_sink, T sink, T& factor) const {
     T total = warp::row_sum(sum[m][half]);
-    T top = max[m][half] == -kInfinity ? max[m][half] : max[m][half] * unit;
+    T top = total == 0 ? -kInfinity : max[m][half] * unit;
     factor = 1;
     if (has_sink && sink != -kInfinity) {
       const T both = ptx::max(top, sink);

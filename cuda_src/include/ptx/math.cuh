@@ -46,6 +46,17 @@ __device__ __forceinline__ double mul(double x, double y) { return __dmul_rn(x, 
 __device__ __forceinline__ float abs(float x) { return ::fabsf(x); }
 __device__ __forceinline__ double abs(double x) { return ::fabs(x); }
 
+// x, and not what it was computed from, which the compiler might compute again: a conversion from double stalls a loop.
+__device__ __forceinline__ float settled(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
+__device__ __forceinline__ double settled(double x) { return x; }
+__device__ __forceinline__ int settled(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // The larger one; a NaN loses.
 __device__ __forceinline__ float max(float x, float y) { return ::fmaxf(x, y); }
 __device__ __forceinline__ double max(double x, double y) { return ::fmax(x, y); }

@@ -28,7 +28,7 @@ __device__ __forceinline__ uint64 descriptor(uint32 address, int panel_bytes) {
   return kSwizzle128 | kEightRows | static_cast<uint64>(panel_bytes / 16) << 16 | (address & 0x3FFFF) / 16;
 }
 // The operand `bytes` further on: addresses stay below 2^18, so nothing is carried out of their field.
-__device__ __forceinline__ uint64 advance(uint64 descriptor, int bytes) { return descriptor + bytes / 16; }
+__device__ __forceinline__ uint64 advance(uint64 descriptor, uint32 bytes) { return descriptor + bytes / 16; }
 
 #define CF_8(d, i) \
   "+f"((d)[i]), "+f"((d)[(i) + 1]), "+f"((d)[(i) + 2]), "+f"((d)[(i) + 3]), "+f"((d)[(i) + 4]), "+f"((d)[(i) + 5]), "+f"((d)[(i) + 6]), \

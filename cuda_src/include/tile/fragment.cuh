@@ -21,6 +21,8 @@ struct Fragment {
 };
 
 __device__ __forceinline__ int lane() { return threadIdx.x % kWarpSize; }
+// The same number in every lane, and known to be: it stays in a uniform register, and what it decides is no divergence.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(kFullWarp, x, 0); }
 __device__ __forceinline__ int fragment_row(int i) { return lane() / 4 + 8 * (i / 2); }
 __device__ __forceinline__ int fragment_col(int i) { return lane() % 4 * 2 + i % 2; }
 
@@ -82,16 +84,6 @@ union alignas(min_of(4 * static_cast<int>(sizeof(T)), 16)) Quad {
     }
   }
 };
-
-// The lane's columns of a global row whose first element is gmem[0]: of tile n, quads[n / 2].x[n % 2 * 2] and the next.
-template <class T, int kQuads>
-__device__ __forceinline__ void load_quads(Quad<T> (&quads)[kQuads], const T* gmem) {
-  const Quad<T>* src = reinterpret_cast<const Quad<T>*>(gmem + lane() % 2 * 8 + lane() % 4 / 2 * 4);
-#pragma unroll
-  for (int i = 0; i < kQuads; ++i) quads[i] = src[4 * i];
-#pragma unroll
-  for (int i = 0; i < kQuads; ++i) quads[i].swap();
-}
 
 // Half the lane's row of a fragment as quads, one for each pair of tiles.
 template <class T, int kN>

@@ -1,0 +1,62 @@
+// One head's bias as a kernel reads it: element by element, or two columns at once, as a lane of an accumulator has them.
+#pragma once
+#include "attn/mask.cuh"
+#include "ptx/prefetch.cuh"
+
+namespace cf::attn {
+
+// Two columns. 16-bit types are taken apart only where they are used: whoever takes a word apart waits for it.
+template <class T>
+union alignas(2 * sizeof(T)) BiasPair {
+  T x[2];
+  uint32 word;
+
+  template <class A>
+  __device__ __forceinline__ A column(int i) const {
+    if constexpr (kIsHalf<T>) return convert<A>(unpack<T>(word, i));
+    else return convert<A>(x[i]);
+  }
+};
+
+template <class T>
+struct Bias {
+  using Pair = BiasPair<T>;
+  const T* data;
+  int64 stride_q, stride_k;
+  bool has_pairs;  // an even column and the next lie side by side, and so that one instruction may read them
+
+  __device__ __forceinline__ Bias(const Scores& p, const Sequence& s, int head)
+      : data(static_cast<const T*>(p.bias) + s.index * p.bias_stride_b + head * p.bias_stride_h), stride_q(p.bias_stride_q),
+        stride_k(p.bias_stride_k) {
+    has_pairs = stride_k == 1 && (reinterpret_cast<uint64>(data) | uint64(stride_q) * sizeof(T)) % sizeof(Pair) == 0;
+  }
+  __device__ __forceinline__ const T* at(int query, int key) const { return data + query * stride_q + key * stride_k; }
+
+  // Brings 16 rows of kKeys keys into L2, by a warp.
+  template <int kKeys>
+  __device__ __forceinline__ void prefetch(int query, int key, int len_q) const {
+    constexpr int kChunk = 128 / sizeof(T), kChunks = ceil_div(kKeys, kChunk);
+    const int row = query + warp::lane() % 16;
+    if (!has_pairs || row >= len_q) return;
+#pragma unroll
+    for (int i = 0; i < ceil_div(kChunks, 2); ++i) {
+      const int chunk = 2 * i + warp::lane() / 16;
+      if (chunk < kChunks) ptx::prefetch(at(row, key + chunk * kChunk));
+    }
+  }
+
+  __device__ __forceinline__ static Pair pair_at(const T* p) {
+    if constexpr (!kIsHalf<T>) return *reinterpret_cast<const Pair*>(p);
+    Pair pair;
+    pair.word = *reinterpret_cast<const uint32*>(p);
+    return pair;
+  }
+};
+
+// A tile's, read before its scores are there.
+template <class T, int kM, int kN>
+struct BiasAhead {
+  BiasPair<T> pairs[kM][2][kN];
+};
+
+}  // namespace cf::attn
