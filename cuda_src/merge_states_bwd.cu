@@ -8,7 +8,6 @@
 namespace cf {
 
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kTogether = 2;  // states whose columns are under way at once
 using Accum = AccumElement;
 using Partial = attn::ColumnsOf<kIsUniform, StateElement, kColumns, Accum>::Type;
 using Merged = attn::ColumnsOf<kIsUniform, ResultElement, kColumns, Accum>::Type;
@@ -23,47 +22,33 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) merge_states_bwd(cons
   const State& dmerged = params.dmerged;
   const Accum lse = is_row ? attn::read_lse<Accum>(merged, row) : Accum(-kInfinity);
 
-  for (int begin = 0; begin < params.num_states; begin += kTogether) {
-    Accum weight[kTogether], inner[kTogether] = {};
-    bool has_keys[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const bool is_there = lse != -kInfinity && begin + i < params.num_states;
-      weight[i] = is_there ? attn::read_lse<Accum>(params.states[begin + i], row) : Accum(-kInfinity);
-      has_keys[i] = weight[i] != -kInfinity;
-      weight[i] = has_keys[i] ? ptx::exp2((weight[i] - lse) * Accum(kLog2E)) : Accum(0);
-    }
+  for (int i = 0; i < params.num_states; ++i) {
+    const State& state = params.states[i];
+    const State& grad = params.grads[i];
+    const Accum state_lse = lse == -kInfinity ? lse : attn::read_lse<Accum>(state, row);
+    const bool has_keys = state_lse != -kInfinity;
+    const Accum weight = has_keys ? ptx::exp2((state_lse - lse) * Accum(kLog2E)) : Accum(0);
+    Accum inner = 0;
     for (int col = row.lane * kColumns; is_row && col < params.head_dim; col += attn::kGroup * kColumns) {
-      Merged dout, out;
-      Partial partial[kTogether];
-      if (lse != -kInfinity) {
+      Accum grad_out[kColumns] = {};
+      if (has_keys) {
+        Merged dout, out;
+        Partial partial;
         attn::read_columns<kIsUniform, ResultElement, kColumns, Accum>(dout, dmerged, row, col);
         attn::read_columns<kIsUniform, ResultElement, kColumns, Accum>(out, merged, row, col);
-      }
+        attn::read_columns<kIsUniform, StateElement, kColumns, Accum>(partial, state, row, col);
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i)
-        if (has_keys[i]) attn::read_columns<kIsUniform, StateElement, kColumns, Accum>(partial[i], params.states[begin + i], row, col);
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        if (begin + i >= params.num_states) continue;
-        Accum grad_out[kColumns] = {};
-        if (has_keys[i]) {
-#pragma unroll
-          for (int c = 0; c < kColumns; ++c) {
-            const Accum d = convert<Accum>(dout.x[c]);
-            inner[i] += d * (convert<Accum>(partial[i].x[c]) - convert<Accum>(out.x[c]));
-            grad_out[c] = weight[i] * d;
-          }
+        for (int c = 0; c < kColumns; ++c) {
+          const Accum d = convert<Accum>(dout.x[c]);
+          inner += d * (convert<Accum>(partial.x[c]) - convert<Accum>(out.x[c]));
+          grad_out[c] = weight * d;
         }
-        attn::write_columns<kIsUniform, StateElement>(params.grads[begin + i], row, col, grad_out);
       }
+      attn::write_columns<kIsUniform, StateElement>(grad, row, col, grad_out);
     }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const Accum total = attn::group_sum(inner[i]);
-      if (!is_row || row.lane > 0 || begin + i >= params.num_states) continue;
-      const Accum dlse = dmerged.lse && has_keys[i] ? attn::read_lse<Accum>(dmerged, row) : Accum(0);
-      attn::write_lse(params.grads[begin + i], row, has_keys[i] ? weight[i] * (total + dlse) : Accum(0));
-    }
+    inner = attn::group_sum(inner);
+    if (!is_row || row.lane > 0) continue;
+    const Accum dlse = dmerged.lse && has_keys ? attn::read_lse<Accum>(dmerged, row) : Accum(0);
+    attn::write_lse(grad, row, has_keys ? weight * (inner + dlse) : Accum(0));
   }
 }
