@@ -181,7 +181,12 @@ def markdown(records: Sequence[Row]) -> str:
         parts += [_standard_table(together(series), "Forward and backward")]
     else:
         parts += [_rates_table([row for row in series if row["pass"] == one_pass], one_pass) for one_pass in PASSES]
-    parts += [_list_table(alone), _merges_table(records), "".join(f"- {remark}\n" for remark in _remarks(rows))]
+    parts += [
+        _list_table(alone),
+        _merges_table(records),
+        _features_table(records),
+        "".join(f"- {remark}\n" for remark in _remarks(rows)),
+    ]
     return "\n".join(part for part in parts if part)
 
 
@@ -277,6 +282,16 @@ def _merges_table(records: Sequence[Row]) -> str:
         return ""
     lines = ["| merge of | MB moved | TB/s | of a copy's rate |", "|---|---|---|---|"]
     lines += [f"| {r['merge']} | {r['bytes'] / 1e6:,.0f} | {r['tb_s']:.2f} | {r['of_copy']:.2f} |" for r in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _features_table(records: Sequence[Row]) -> str:
+    """A line for every feature that was timed beside a plain call."""
+    rows = [record for record in records if "feature" in record]
+    if not rows:
+        return ""
+    lines = ["| feature | time over plain's | limit |", "|---|---|---|"]
+    lines += [f"| {r['feature']} | {r['ratio']:.2f} | {r['limit']:.2f} |" for r in rows]
     return "\n".join(lines) + "\n"
 
 

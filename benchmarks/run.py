@@ -106,7 +106,7 @@ def measure(
             del contestants["ours"]  # a wrong result has no time
         if one_pass not in passes and not failed:
             continue
-        times = (_host_times if case.host or device.type != "cuda" else _event_times)(case, contestants, one_pass, reps)
+        taken = times(case, contestants, one_pass, reps, device)
         if "ours" in contestants:  # an error that moved while the clock ran is a race
             failed += _beyond(_errors(contestants["ours"].results(), exact, one_pass), bounds)
         if absent.get("ours", "").startswith(FAILED):
@@ -131,7 +131,7 @@ def measure(
                 backward=one_pass == "backward",
             ),
             "standard_flops": standard_flops(case, one_pass),
-            "times_ms": times,
+            "times_ms": taken,
             "peak_bytes": peak_bytes,
             "errors": errors,
             "absent": dict(absent),
@@ -190,6 +190,12 @@ def _rounding(x: str, case: Case, tensors: Sequence[Any], exact: dict[str, Any])
 
 def _beyond(errors: dict[str, float], bounds: dict[str, float]) -> list[str]:
     return [f"{x}: error {errors[x]:.3g}, accepted {bounds[x]:.3g}" for x in errors if not errors[x] <= bounds[x]]
+
+
+def times(case: Case, contestants: dict[str, Any], one_pass: str, reps: int, device: Any) -> dict[str, list[float]]:
+    """Quartiles of everybody's time of a call in milliseconds: the GPU's, or the host's if asked or without a GPU."""
+    measured = _host_times if case.host or device.type != "cuda" else _event_times
+    return measured(case, contestants, one_pass, reps)
 
 
 def _event_times(case: Case, contestants: dict[str, Contestant], one_pass: str, reps: int) -> dict[str, list[float]]:

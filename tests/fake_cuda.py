@@ -14,6 +14,8 @@ from cupyflash import _attention, _check
 from cupyflash._cuda import device
 from cupyflash._cuda.device import KNOWN
 
+FIRST_ADDRESS = 0x7_1234_5678_0000  # no number that a launch has for other reasons
+
 
 def make_cupy() -> Any:
     """A stand-in for CuPy that keeps what was asked of it: two devices, each with its own stream.
@@ -21,7 +23,7 @@ def make_cupy() -> Any:
     `cupy.at` is the address of the next array, so that two runs can be given the same ones.
     """
     cupy: Any = ModuleType("cupy")
-    cupy.current, cupy.allocations, cupy.launches, cupy.at = 0, [], [], 1 << 20
+    cupy.current, cupy.allocations, cupy.launches, cupy.at = 0, [], [], FIRST_ADDRESS
 
     class Device:
         def __init__(self, id: int) -> None:

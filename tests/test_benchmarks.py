@@ -109,6 +109,35 @@ def test_every_grid_has_names_of_its_own_and_rows_to_be_held_to() -> None:
     assert any(case.host for case in EXTRA)
 
 
+def test_features_are_timed_beside_a_plain_call(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import features
+
+    monkeypatch.setattr(features, "PLAIN", dataclasses.replace(UNGROUPED, name="plain", length=150))
+    file = tmp_path / "features.jsonl"
+    features.main(["--device", "cpu", "--reps", "2", "--json", str(file)])
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    rows, printed = [record for record in records if "feature" in record], capsys.readouterr().out
+    assert [row["feature"].split(",")[0] for row in rows] == [
+        "softcap 30", "ALiBi", "a sink", "dropout", "a bfloat16 bias", "a float32 bias", "packed",
+    ]  # fmt: skip
+    for row in rows:
+        median = {name: quartiles[1] for name, quartiles in row["times_ms"].items()}
+        if row["feature"] != rows[-1]["feature"]:
+            assert row["ratio"] == median["feature"] / median["plain"]
+        assert f"{row['feature']}: {row['ratio']:.2f} of plain" in printed
+        assert f"| {row['feature']} | {row['ratio']:.2f} | {row['limit']:.2f} |" in compare.markdown(records)
+
+
+def test_packed_rows_are_no_more_than_the_dense_ones() -> None:
+    from benchmarks.features import PACKED_ROWS, PLAIN, packed_lengths
+
+    lengths = packed_lengths(PLAIN)
+    assert PLAIN.batch * PLAIN.length - PACKED_ROWS[1] < sum(lengths) <= PLAIN.batch * PLAIN.length
+    assert all(PACKED_ROWS[0] <= length <= PACKED_ROWS[1] for length in lengths)
+
+
 def test_a_run_checks_then_times_everybody_and_writes_what_it_prints(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ import cupyflash as cf
 from cupyflash import _attention, _check, _environment, _interop
 from cupyflash._interop import adopt, permute
 from cupyflash.testing import check_backward, check_forward
+from tests.fake_cuda import FIRST_ADDRESS
 
 Random = np.random.Generator
 
@@ -285,7 +286,7 @@ def test_cupy_arrays_are_read_by_their_attributes(fake_cupy: Any) -> None:
     adopted = adopt("f", {"q": fake_cupy.ndarray(host, 0)})
     view = adopted.views["q"]
     assert (view.shape, view.strides, view.dtype) == ((3, 2, 8), (32, -16, 1), "bfloat16")
-    assert view.ptr == 1 << 20
+    assert view.ptr == FIRST_ADDRESS
     assert (adopted.kind, adopted.backend, adopted.device, adopted.stream) == ("cupy", "cuda", 0, 1000)
 
 

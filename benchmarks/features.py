@@ -1,0 +1,130 @@
+"""What changes of scores cost a forward, and packed sequences: `python -m benchmarks.features --json FILE`.
+
+Each takes turns with a call of the same shape that is plain and dense. Its result is held to that of `fwd_generic`
+before the clock runs, which the GPU suite holds to float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cupyflash as cf
+from benchmarks.cases import Case
+from benchmarks.run import ceilings, machine, times
+
+PLAIN = Case("plain", "what a feature is held to", 2, 8192, 16, 16, 128, is_causal=True)
+PACKED_ROWS = (100, 4000)  # of a sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    name: str
+    limit: float  # of its time over plain's, per visible pair
+    options: dict[str, Any]
+    arrays: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A contestant: a forward alone."""
+
+    forward: Callable[[], Any]
+
+    def context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.features", description="Features beside a plain call.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row here as one line of JSON")
+    parser.add_argument("--commit", help="what to stamp where git does not know")
+    parser.add_argument("--reps", type=int, default=10, help="timed calls of each; default: 10")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    records: list[dict[str, Any]] = [{"machine": machine(options.commit)}]
+    for record in measure(PLAIN, device, options.reps):
+        print("{feature}: {ratio:.2f} of plain, limit {limit:.2f}".format(**record), flush=True)
+        records.append(record)
+    records.append({"ceilings": {"after": ceilings(device)}})
+    if options.json:
+        options.json.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
+    return int(any(record.get("ratio", 0) > record.get("limit", 0) for record in records))
+
+
+def measure(case: Case, device: Any, reps: int) -> Iterator[dict[str, Any]]:
+    q, k, v = (_normal(case, device) for _ in range(3))
+    plain = Forward(_prepared({}, {"q": q, "k": k, "v": v}, case))
+    for feature in features(case, device):
+        call = Forward(_prepared(feature.options, {"q": q, "k": k, "v": v, **feature.arrays}, case))
+        yield _record(
+            feature.name, feature.limit, times(case, {"plain": plain, "feature": call}, "forward", reps, device)
+        )
+    lengths = packed_lengths(case)
+    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    rows = {name: x.flatten(0, 1)[: sum(lengths)].contiguous() for name, x in (("q", q), ("k", k), ("v", v))}
+    packed = Forward(_prepared({"layout": "thd"}, {**rows, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}, case))
+    pairs = sum(n * (n + 1) / 2 for n in lengths) / (case.batch * case.length * (case.length + 1) / 2)
+    name = f"packed, {min(lengths):,} to {max(lengths):,} rows, per visible pair"
+    yield _record(name, 1 / 0.9, times(case, {"plain": plain, "feature": packed}, "forward", reps, device), pairs)
+
+
+def features(case: Case, device: Any) -> Iterator[Feature]:
+    generator = torch.Generator(device).manual_seed(1)
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(shape, generator=generator, device=device)
+
+    yield Feature("softcap 30", 1.25, {"softcap": 30.0}, {})
+    yield Feature("ALiBi", 1.15, {}, {"alibi_slopes": normal(case.heads_q).abs()})
+    yield Feature("a sink", 1.15, {}, {"sink": normal(case.heads_q)})
+    yield Feature("dropout", 1.8, {"dropout_p": 0.1}, {"seed": 1})
+    for dtype in (torch.bfloat16, torch.float32):
+        bias = normal(1, case.heads_q, case.length, case.length).to(dtype)
+        yield Feature(
+            f"a {str(dtype).removeprefix('torch.')} bias, the same in every batch row", 1.6, {}, {"bias": bias}
+        )
+
+
+def packed_lengths(case: Case) -> list[int]:
+    """As many sequences as fit the rows of a batch, in no order."""
+    generator = torch.Generator().manual_seed(1)
+    low, high = (min(rows, case.length) for rows in PACKED_ROWS)
+    lengths: list[int] = []
+    while (more := int(torch.randint(low, high + 1, (1,), generator=generator))) + sum(
+        lengths
+    ) <= case.batch * case.length:
+        lengths.append(more)
+    return lengths
+
+
+def _normal(case: Case, device: Any) -> Any:
+    shape = (case.batch, case.length, case.heads_q, case.head_dim)
+    return torch.randn(shape, device=device).to(getattr(torch, case.dtype))
+
+
+def _prepared(options: dict[str, Any], arrays: dict[str, Any], case: Case) -> Callable[[], Any]:
+    attention = cf.Attention(causal=case.is_causal, **options)
+    out, lse = attention.fwd(**arrays)
+    if out.is_cuda:
+        torch.testing.assert_close(out, attention.fwd(**arrays, plan="fwd_generic").out, rtol=2**-6, atol=2**-6)
+    return attention.prepare(**arrays, out=out, lse=lse)
+
+
+def _record(name: str, limit: float, times_ms: dict[str, list[float]], work: float = 1.0) -> dict[str, Any]:
+    """`work`: of the feature's call, plain's being 1."""
+    ratio = times_ms["feature"][1] / times_ms["plain"][1] / work
+    return {"feature": name, "times_ms": times_ms, "ratio": ratio, "limit": limit}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
