@@ -12,8 +12,8 @@
 //           is room, in panels of 64 columns as the copy engine swizzles them.
 // Barriers  full: one arrival, of the thread that asks for the copies, and their bytes. empty: one arrival a consumer, after the wait that
 //           proves its products done. Of a published tile, full: the scheduler; empty: both loaders and every warp of the consumers.
-//           Named: each consumer's own, and its turn, which the one before it gives.
-// Order     blocks stay, and take tiles in an order that needs no counter: tile_of.
+//           Named: each consumer's own, and its turn, which the one before it gives. out belongs to the warp that writes its rows.
+// Order     blocks stay, and take tiles in an order that needs no counter: tile_of. Of packed sequences some blocks take one.
 #include "attn/dropout.cuh"
 #include "attn/scores.cuh"
 #include "attn/softmax.cuh"
@@ -26,7 +26,7 @@ namespace cf {
 
 constexpr int kGroup = 128;  // threads of a warpgroup
 constexpr int kRows = 64;    // of a consumer
-constexpr int kWarpRows = 16;
+constexpr int kWarpRows = 16;  // of one of its warps
 constexpr int kConsumers = kQueryTile / kRows;
 constexpr int kThreads = kGroup * (1 + kConsumers);
 static_assert(kThreads == kWarps * kWarpSize && kQueryTile == kConsumers * kRows && (kConsumers == 2 || kConsumers == 3));

@@ -10,7 +10,8 @@
 
 namespace cf::attn {
 
-// The compile-time switches of a kernel, as its constants name them.
+// The compile-time switches of a kernel, as its constants name them. kIsFast: 16-bit inputs, for which tanh may err by 2^-11, and ALiBi
+// may be rounded at a tile's first column.
 template <class T_, class BiasElement_, bool kIsMasked_, bool kHasSoftcap_, bool kHasAlibi_, bool kHasBias_, bool kIsScaleNegative_,
           bool kIsFast_>
 struct Switches {
