@@ -277,22 +277,26 @@ def _list_table(rows: Sequence[Row]) -> str:
 
 def _merges_table(records: Sequence[Row]) -> str:
     """A line for every merge of states."""
-    rows = [record for record in records if "merge" in record]
-    if not rows:
-        return ""
-    lines = ["| merge of | MB moved | TB/s | of a copy's rate |", "|---|---|---|---|"]
-    lines += [f"| {r['merge']} | {r['bytes'] / 1e6:,.0f} | {r['tb_s']:.2f} | {r['of_copy']:.2f} |" for r in rows]
-    return "\n".join(lines) + "\n"
+    columns = {
+        "merge of": "{merge}",
+        "MB moved": "{megabytes:,.0f}",
+        "TB/s": "{tb_s:.2f}",
+        "of a copy's rate": "{of_copy:.2f}",
+    }
+    return _lines_of([r | {"megabytes": r["bytes"] / 1e6} for r in records if "merge" in r], columns)
 
 
 def _features_table(records: Sequence[Row]) -> str:
     """A line for every feature that was timed beside a plain call."""
-    rows = [record for record in records if "feature" in record]
-    if not rows:
-        return ""
-    lines = ["| feature | time over plain's | limit |", "|---|---|---|"]
-    lines += [f"| {r['feature']} | {r['ratio']:.2f} | {r['limit']:.2f} |" for r in rows]
-    return "\n".join(lines) + "\n"
+    columns = {"feature": "{feature}", "time over plain's": "{ratio:.2f}", "limit": "{limit:.2f}"}
+    return _lines_of([r for r in records if "feature" in r], columns)
+
+
+def _lines_of(rows: Sequence[Row], columns: dict[str, str]) -> str:
+    """A table with a line for every row; nothing without rows."""
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    lines += [f"| {' | '.join(columns.values())} |".format(**row) for row in rows]
+    return "\n".join(lines) + "\n" if rows else ""
 
 
 def length_label(length: int) -> str:
