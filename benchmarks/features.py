@@ -7,7 +7,6 @@ before the clock runs, which the GPU suite holds to float64.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +18,7 @@ import torch
 
 import cupyflash as cf
 from benchmarks.cases import Case
-from benchmarks.run import ceilings, machine, times
+from benchmarks.run import inputs, save, times
 
 PLAIN = Case("plain", "what a feature is held to", 2, 8192, 16, 16, 128, is_causal=True)
 PACKED_ROWS = (100, 4000)  # of a sequence
@@ -51,31 +50,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
-    records: list[dict[str, Any]] = [{"machine": machine(options.commit)}]
-    for record in measure(PLAIN, device, options.reps):
-        print("{feature}: {ratio:.2f} of plain, limit {limit:.2f}".format(**record), flush=True)
-        records.append(record)
-    records.append({"ceilings": {"after": ceilings(device)}})
+    rows: list[dict[str, Any]] = []
+    for row in measure(PLAIN, device, options.reps):
+        print("{feature}: {ratio:.2f} of plain, limit {limit:.2f}".format(**row), flush=True)
+        rows.append(row)
     if options.json:
-        options.json.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
-    return int(any(record.get("ratio", 0) > record.get("limit", 0) for record in records))
+        save(options.json, rows, options.commit, device)
+    return int(any(row["ratio"] > row["limit"] for row in rows))
 
 
 def measure(case: Case, device: Any, reps: int) -> Iterator[dict[str, Any]]:
-    q, k, v = (_normal(case, device) for _ in range(3))
+    q, k, v, _ = inputs(case, device)
     plain = Forward(_prepared({}, {"q": q, "k": k, "v": v}, case))
     for feature in features(case, device):
         call = Forward(_prepared(feature.options, {"q": q, "k": k, "v": v, **feature.arrays}, case))
-        yield _record(
-            feature.name, feature.limit, times(case, {"plain": plain, "feature": call}, "forward", reps, device)
-        )
+        taken = times(case, {"plain": plain, "feature": call}, "forward", reps, device)
+        yield _record(feature.name, feature.limit, taken)
     lengths = packed_lengths(case)
     offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     rows = {name: x.flatten(0, 1)[: sum(lengths)].contiguous() for name, x in (("q", q), ("k", k), ("v", v))}
     packed = Forward(_prepared({"layout": "thd"}, {**rows, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}, case))
     pairs = sum(n * (n + 1) / 2 for n in lengths) / (case.batch * case.length * (case.length + 1) / 2)
     name = f"packed, {min(lengths):,} to {max(lengths):,} rows, per visible pair"
-    yield _record(name, 1 / 0.9, times(case, {"plain": plain, "feature": packed}, "forward", reps, device), pairs)
+    taken = times(case, {"plain": plain, "feature": packed}, "forward", reps, device)
+    yield _record(name, 1 / 0.9, taken, pairs)
 
 
 def features(case: Case, device: Any) -> Iterator[Feature]:
@@ -90,9 +88,8 @@ def features(case: Case, device: Any) -> Iterator[Feature]:
     yield Feature("dropout", 1.8, {"dropout_p": 0.1}, {"seed": 1})
     for dtype in (torch.bfloat16, torch.float32):
         bias = normal(1, case.heads_q, case.length, case.length).to(dtype)
-        yield Feature(
-            f"a {str(dtype).removeprefix('torch.')} bias, the same in every batch row", 1.6, {}, {"bias": bias}
-        )
+        name = f"a {str(dtype).removeprefix('torch.')} bias, the same in every batch row"
+        yield Feature(name, 1.6, {}, {"bias": bias})
 
 
 def packed_lengths(case: Case) -> list[int]:
@@ -100,16 +97,11 @@ def packed_lengths(case: Case) -> list[int]:
     generator = torch.Generator().manual_seed(1)
     low, high = (min(rows, case.length) for rows in PACKED_ROWS)
     lengths: list[int] = []
-    while (more := int(torch.randint(low, high + 1, (1,), generator=generator))) + sum(
-        lengths
-    ) <= case.batch * case.length:
+    while True:
+        more = int(torch.randint(low, high + 1, (1,), generator=generator))
+        if sum(lengths) + more > case.batch * case.length:
+            return lengths
         lengths.append(more)
-    return lengths
-
-
-def _normal(case: Case, device: Any) -> Any:
-    shape = (case.batch, case.length, case.heads_q, case.head_dim)
-    return torch.randn(shape, device=device).to(getattr(torch, case.dtype))
 
 
 def _prepared(options: dict[str, Any], arrays: dict[str, Any], case: Case) -> Callable[[], Any]:

@@ -8,7 +8,6 @@ the clock runs.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 import cupyflash as cf
-from benchmarks.run import call_ms, ceilings, machine
+from benchmarks.run import call_ms, ceilings, save
 
 SHAPE = (8, 8192, 16, 128)  # of a state's out, [B, N, H, D]: one is far larger than any L2
 STATES = (2, 3, 8)
@@ -31,16 +30,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = torch.device("cuda")
     copy = ceilings(device)["copy_tb_s"]
-    records: list[dict[str, Any]] = [{"machine": machine(options.commit)}]
+    rows: list[dict[str, Any]] = []
     for dtype in (torch.bfloat16, torch.float32):
         for count in STATES:
-            records += measure(count, dtype, copy, device)
-            for record in records[-2:]:
-                print("{merge}: {tb_s:.2f} TB/s, {of_copy:.2f} of a copy".format(**record))
-    records.append({"ceilings": {"after": ceilings(device)}})
+            rows += measure(count, dtype, copy, device)
+            for row in rows[-2:]:
+                print("{merge}: {tb_s:.2f} TB/s, {of_copy:.2f} of a copy".format(**row))
     if options.json:
-        options.json.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
-    return int(any(record.get("of_copy", 1) < LEAST_SHARE for record in records))
+        save(options.json, rows, options.commit, device)
+    return int(any(row["of_copy"] < LEAST_SHARE for row in rows))
 
 
 def measure(count: int, dtype: Any, copy: float, device: Any) -> list[dict[str, Any]]:

@@ -270,6 +270,12 @@ def call_ms(call: Callable[[], Any], reps: int = 20) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events[WARM_UP:]))
 
 
+def save(file: Path, rows: Sequence[dict[str, Any]], commit: str | None, device: Any) -> None:
+    """Rows of a program of its own as lines of JSON, between on what it ran and what the run reached elsewhere."""
+    records = [{"machine": machine(commit)}, *rows, {"ceilings": {"after": ceilings(device)}}]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
+
+
 def machine(commit: str | None) -> dict[str, str]:
     """On what this ran."""
     return {
