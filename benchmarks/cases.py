@@ -19,7 +19,7 @@ FLOAT32_LENGTHS = (1024, 2048, 4096, 8192)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One problem: q [B, N, Hq, D], k and v [B, N, Hkv, D], contiguous."""
+    """One problem: q [B, N, Hq, D], k [B, N, Hkv, D] and v [B, N, Hkv, Dv], contiguous."""
 
     name: str
     reason: str
@@ -29,12 +29,17 @@ class Case:
     heads_kv: int
     head_dim: int
     is_causal: bool
+    head_dim_v: int | None = None  # D unless given
     window: tuple[int, int] | None = None
     dtype: str = "bfloat16"
     series: str | None = None  # the curve over N that this row is a point of
     host: bool = False  # time the host's side of a call, not the GPU's
     against: str | None = None  # the row whose time this one is held to ...
     limit: float | None = None  # ... and the largest ratio to it that is acceptable
+
+    @property
+    def dv(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def scale(self) -> float:
@@ -67,9 +72,9 @@ STANDARD = _rows((64, 128), STANDARD_LENGTHS)
 FLOAT32 = _rows((64, 128), FLOAT32_LENGTHS, "float32")
 
 
-def _dim(head_dim: int, against: str | None = None) -> Case:
+def _dim(head_dim: int, against: str | None = None, head_dim_v: int | None = None) -> Case:
     return Case(
-        name=f"dim-{head_dim}",
+        name=f"dim-{head_dim}" if head_dim_v is None else f"dim-{head_dim}-{head_dim_v}",
         reason="a head dim between two tiles costs no more than 1.1 times the next tile" if against else "whole tile",
         batch=4,
         length=4096,
@@ -77,6 +82,7 @@ def _dim(head_dim: int, against: str | None = None) -> Case:
         heads_kv=16,
         head_dim=head_dim,
         is_causal=True,
+        head_dim_v=head_dim_v,
         against=against,
         limit=1.1 if against else None,
     )
@@ -85,6 +91,9 @@ def _dim(head_dim: int, against: str | None = None) -> Case:
 EXTRA = (
     _dim(64),
     _dim(96),
+    _dim(128),
+    _dim(192),
+    _dim(192, head_dim_v=128),
     _dim(40, against="dim-64"),
     _dim(72, against="dim-96"),
     _dim(80, against="dim-96"),
@@ -101,6 +110,30 @@ EXTRA = (
         window=(128, 0),
         against="window-none",
         limit=0.15,
+    ),
+    Case(
+        "window-1024",
+        "a window wider than a tile",
+        batch=2,
+        length=8192,
+        heads_q=16,
+        heads_kv=16,
+        head_dim=128,
+        is_causal=True,
+        window=(1024, 0),
+    ),
+    Case(
+        "float16",
+        "no slower than bfloat16",
+        batch=4,
+        length=4096,
+        heads_q=16,
+        heads_kv=16,
+        head_dim=128,
+        is_causal=True,
+        dtype="float16",
+        against="dim-128",
+        limit=1.03,
     ),
     Case("gqa-2048", "32 query heads over 8", 8, 2048, 32, 8, 128, is_causal=True),
     Case("gqa-8192", "32 query heads over 8", 2, 8192, 32, 8, 128, is_causal=True),

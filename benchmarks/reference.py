@@ -28,7 +28,7 @@ def attention(case: Case, q: Any, k: Any, v: Any, dout: Any, *, rounded: bool = 
     group = case.heads_q // case.heads_kv
     visible = visible_pairs(case, q.device)
     results = {
-        "out": torch.empty(q.shape, dtype=torch.float64, device=q.device),
+        "out": torch.empty(dout.shape, dtype=torch.float64, device=q.device),
         "lse": torch.empty((case.batch, case.heads_q, case.length), dtype=torch.float64, device=q.device),
         "dq": torch.empty(q.shape, dtype=torch.float64, device=q.device),
         "dk": torch.empty(k.shape, dtype=torch.float64, device=q.device),

@@ -126,6 +126,7 @@ def measure(
                 len_k=case.length,
                 heads_q=case.heads_q,
                 head_dim=case.head_dim,
+                head_dim_v=case.dv,
                 causal=case.is_causal,
                 window=case.window,
                 backward=one_pass == "backward",
@@ -143,11 +144,13 @@ def inputs(case: Case, device: Any) -> tuple[Any, Any, Any, Any]:
     """q, k, v and dout: standard normal, the same for every contestant."""
     generator = torch.Generator(device).manual_seed(case.length * 1000 + case.head_dim)
 
-    def normal(heads: int) -> Any:
-        shape = (case.batch, case.length, heads, case.head_dim)
+    def normal(heads: int, head_dim: int) -> Any:
+        shape = (case.batch, case.length, heads, head_dim)
         return torch.randn(shape, generator=generator, device=device).to(getattr(torch, case.dtype))
 
-    return normal(case.heads_q), normal(case.heads_kv), normal(case.heads_kv), normal(case.heads_q)
+    shapes = [(case.heads_q, case.head_dim), (case.heads_kv, case.head_dim), (case.heads_kv, case.dv)]
+    q, k, v, dout = (normal(*shape) for shape in (*shapes, (case.heads_q, case.dv)))
+    return q, k, v, dout
 
 
 @contextmanager

@@ -24,6 +24,7 @@ CASES = [
     Case("full", "", 1, 40, 2, 2, 16, is_causal=False),
     Case("window", "", 2, 33, 4, 4, 8, is_causal=True, window=(5, 0)),
     Case("window to both sides", "", 1, 33, 4, 2, 8, is_causal=False, window=(5, 3)),
+    Case("values of their own width", "", 1, 33, 4, 2, 16, is_causal=True, head_dim_v=24),
 ]
 SMALL = Case("small", "", 2, 37, 4, 2, 64, is_causal=True)
 UNGROUPED = dataclasses.replace(SMALL, name="ungrouped", heads_kv=4)
