@@ -18,21 +18,21 @@
 #include "attn/scores.cuh"
 #include "attn/softmax.cuh"
 #include "ptx/setmaxnreg.cuh"
-#include "ptx/stmatrix.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/wgmma.cuh"
+#include "tile/warpgroup.cuh"
 
 namespace cf {
 
-constexpr int kGroup = 128;  // threads of a warpgroup
-constexpr int kRows = 64;    // of a consumer
-constexpr int kWarpRows = 16;  // of one of its warps
+using warpgroup::kPanel;
+using warpgroup::kRows;
+using warpgroup::kWarpRows;
+using warpgroup::registers;
+using warpgroup::Ring;
+constexpr int kGroup = warpgroup::kThreads;
 constexpr int kConsumers = kQueryTile / kRows;
 constexpr int kThreads = kGroup * (1 + kConsumers);
 static_assert(kThreads == kWarps * kWarpSize && kQueryTile == kConsumers * kRows && (kConsumers == 2 || kConsumers == 3));
 // 128 x 40 + 256 x 232 or 128 x 32 + 384 x 160: what the launch gave.
 constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32, kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-constexpr int kPanel = 64;  // columns
 constexpr int kPanels = kHeadDim / kPanel, kPanelsV = kHeadDimV / kPanel;
 static_assert(kHeadDim % kPanel == 0 && kHeadDimV % kPanel == 0 && kKeyTile % 16 == 0);
 constexpr bool kPassesOut = kIsSame<OutElement, Element> && kHeadDimV <= 128;  // out leaves through shared memory: wider, it has no room
@@ -84,20 +84,6 @@ using Softmax = attn::Softmax<1, float, false>;
 // get here none falls below 2^-80 of a row's largest then, or of 1.
 constexpr float kHeadroom = 64;
 
-template <int kN>
-__device__ __forceinline__ float (&registers(warp::Fragment<1, kN>& f))[4 * kN] { return reinterpret_cast<float (&)[4 * kN]>(f.x); }
-
-// Where a role stands in a ring of stages. A phase's parity is what its barriers are waited for by.
-template <int kCount>
-struct Ring {
-  int stage = 0, parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage < kCount) return;
-    stage = 0;
-    parity ^= 1;
-  }
-};
-
 // Place by place through `heads` heads of `tiles` tiles: some heads at a time in turn, so that L2 keeps their keys.
 struct Spot {
   uint32 head, rank;
@@ -133,14 +119,6 @@ __device__ __forceinline__ uint32 tile_of(const FwdSm90Params& params, int i) {
 }
 
 constexpr int kOwnBarrier = 1, kTurnBarrier = kOwnBarrier + kConsumers;  // of consumer 0, the others' behind; 0 is __syncthreads
-
-template <class T, int kPanelCount, int kRowsOfBox>
-__device__ __forceinline__ void load(T (&panels)[kPanelCount][kRowsOfBox][kPanel], const TensorMap& map, ptx::Barrier& full, int row,
-                                     int head, int batch) {
-  ptx::mbarrier_expect(full, sizeof(panels));
-#pragma unroll
-  for (int panel = 0; panel < kPanelCount; ++panel) ptx::tma_load(panels[panel], map, full, panel * kPanel, row, head, batch);
-}
 
 // Zeros and -inf (or the sink) for rows that see no key. By a whole warp.
 __device__ __forceinline__ void store_empty(const FwdSm90Params& params, const Tile& tile) {
@@ -211,7 +189,7 @@ __device__ __forceinline__ void load_all(Smem& smem, Panels (&places)[kStages], 
     if (tile.count == 0) return;
     for (int i = 0; i < tile.count; ++i) {
       ptx::mbarrier_wait(empty[stages.stage], stages.parity ^ 1);
-      load(places[stages.stage], map, full[stages.stage], tile.sequence.k_begin + (tile.end - 1 - i) * kKeyTile, tile.kv_head,
+      warpgroup::load(places[stages.stage], map, full[stages.stage], tile.sequence.k_begin + (tile.end - 1 - i) * kKeyTile, tile.kv_head,
            tile.sequence.batch);
       stages.advance();
       if (i == 0) load_more(tile);
@@ -224,7 +202,7 @@ __device__ __forceinline__ void load_keys(Smem& smem, const FwdSm90Params& param
   Ring<kQueryStages> queries;
   load_all(smem, smem.k, params.k, smem.k_full, smem.k_empty, [&](const Tile& tile) {
     ptx::mbarrier_wait(smem.q_empty[queries.stage], queries.parity ^ 1);
-    load(smem.q[queries.stage], params.q, smem.q_full[queries.stage], tile.sequence.q_begin + tile.query_begin, tile.head,
+    warpgroup::load(smem.q[queries.stage], params.q, smem.q_full[queries.stage], tile.sequence.q_begin + tile.query_begin, tile.head,
          tile.sequence.batch);
     queries.advance();
   });
@@ -250,18 +228,9 @@ __device__ __forceinline__ void multiply_values(OutFragment& out, const uint32 (
     ptx::Wgmma<Element, kHeadDimV>::template registers<true>(registers(out), p[step], ptx::advance(v, step * 16 * kPanel * 2), true);
 }
 
-// 16 columns of an accumulator as pairs of 16 bits.
-template <int kN>
-__device__ __forceinline__ void pack_pairs(uint32 (&pairs)[4], const warp::Fragment<1, kN>& f, int step) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float* pair = f.x[0][2 * step + i / 2] + i % 2 * 2;
-    pairs[i] = pack<Element>(pair[0], pair[1]);
-  }
-}
 __device__ __forceinline__ void pack_probabilities(uint32 (&p)[kKeyTile / 16][4], const SFragment& s) {
 #pragma unroll
-  for (int step = 0; step < kKeyTile / 16; ++step) pack_pairs(p[step], s, step);
+  for (int step = 0; step < kKeyTile / 16; ++step) warpgroup::pack_pairs<Element>(p[step], s, step);
 }
 
 __device__ __forceinline__ void multiply_rows(OutFragment& out, const float (&factor)[2]) {
@@ -339,7 +308,7 @@ __device__ __forceinline__ void store(int consumer, OutTile<kPasses>& smem, cons
 #pragma unroll
       for (int step = 0; step < kHeadDimV / 16; ++step) {
         uint32 pairs[4];
-        pack_pairs(pairs, out, step);
+        warpgroup::pack_pairs<Element>(pairs, out, step);
         const int chunk = 2 * (step % 4) + lane / 16;
         ptx::stmatrix(ptx::shared_address(&smem.out[step / 4][row][(chunk ^ row % 8) * 8]), pairs);
       }

@@ -21,6 +21,10 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) merge_states(const __
   const attn::Row row = attn::row_of_thread<kThreads>(params.len, params.heads);
   const bool is_row = row.batch < params.batch;  // else the lanes still take part in the warp's exchanges
 
+  if (is_row)  // or the weights, which every lane waits for, and the columns would come one after the other
+    for (int i = 0; i < min_of(kTogether, params.num_states); ++i)
+      attn::prefetch_columns<kIsUniform, StateElement, kColumns>(params.states[i], row, params.head_dim);
+
   Accum weight[kSlots];  // first the lse: of state row.lane + slot kGroup
   Accum top = -kInfinity;
 #pragma unroll

@@ -668,7 +668,7 @@ def _describe(
         split=not backward and (attention.num_splits > 1 or attention.split_len is not None),
         allow_tf32=attention.allow_tf32,
         align=_alignment(arrays, outputs),
-        has_boxes=not backward and _has_boxes(arrays),
+        has_boxes=_has_boxes(arrays),
         size_class=_size_class(typical_q, typical_k),
     )
 

@@ -164,7 +164,7 @@ def memory_plan(
     grads = sum(_bytes(*bwd.outputs[name]) for name in ("dq", "dk", "dv"))
     pairs = sum(len_q * len_k for len_q, len_k in _lengths(bwd.call))
     probabilities = pairs * bwd.spec.heads_q * arrays["q"].itemsize
-    workspace = _cuda.workspace_bytes(bwd.spec, bwd.call, backward=True)
+    workspace = _cuda.workspace_of(bwd.spec, bwd.call, bwd_plan)
     # dout comes to the preprocess and to the main kernel; dq's own kernel, if any, reads all inputs. dq's sums are
     # zeroed, read and written by reductions, and read; else the workspace is (lse, delta), written once and read twice.
     read_again, crossings = (q + k + v + 2 * out, 3) if deterministic else (out, 4)

@@ -90,7 +90,7 @@ class Spec:
     split: bool  # num_splits > 1, or split_len
     allow_tf32: bool
     align: int  # bytes, at most 16: every pointer and outer stride is a multiple of it
-    has_boxes: bool  # of q, k, v and out: the copy engine can walk them. Forward only
+    has_boxes: bool  # the copy engine can walk every array of rows
     size_class: str  # "short" (len_k <= 128), "decode" (len_q <= 16), "medium" (len_k <= 1024), "normal"
 
 

@@ -133,6 +133,20 @@ def hopper_forwards(device: Device) -> dict[str, Plan[Any]]:
     return dict(found.values())
 
 
+def hopper_backwards(device: Device) -> dict[str, Plan[Any]]:
+    """Name to plan: bwd_sm90 in every binary that a call can get, where rows are aligned."""
+    found: dict[str, Plan[Any]] = {}
+    axes = ("bfloat16", "float16"), (64, 128), Mask, ("as inputs", "float32"), (False, True), (False, True)
+    for dtype, dim, mask, grad, accumulate, is_negative in itertools.product(*axes):
+        changes: dict[str, Any] = {"mask": mask, "accumulate": accumulate}
+        if grad != "as inputs":
+            changes["grad_dtype"] = grad
+        plan = plan_backward(spec(dtype, dim, features=Features(negative_scale=is_negative), **changes), device).main
+        assert plan.kernel == "bwd_sm90", plan.why
+        found[f"{dtype}, {dim}, {mask.name}, gradients {grad}, {accumulate=}, {is_negative=}"] = plan
+    return found
+
+
 def everything(device: Device) -> dict[Any, Plan[Any]]:
     """Every binary that a Spec can reach on this device."""
     axes = {"dtype": DTYPES, "dim": HEAD_DIMS, "dim_v": HEAD_DIMS} | AXES

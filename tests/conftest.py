@@ -28,12 +28,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-GENERIC = "cupy, generic forward"
-GENERIC_IN = ("test_forward", "test_field_kinds")  # modules whose subject is the forward
+GENERIC = "cupy, generic kernels"
+GENERIC_IN = ("test_forward", "test_backward", "test_field_kinds")  # modules whose subject is what kernels compute
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the generic forward out where it is the only one, or another kernel is the subject."""
+    """Leave the generic kernels out where they are the only ones, or something else is the subject."""
     items[:] = [
         item
         for item in items
@@ -48,8 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     """Where a test's arrays live; the GPU part is skipped on a machine without one.
 
-    NumPy's tiles are larger than most problems here, so it runs them in small and odd ones too. A GPU with a forward of
-    its own runs the generic one too.
+    NumPy's tiles are larger than most problems here, so it runs them in small and odd ones too. A GPU with kernels of
+    its own runs the generic ones too.
     """
     if request.param == "numpy":
         yield NumpyBackend()
@@ -68,13 +68,16 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip("no CUDA GPU")
     elif request.param == GENERIC:
         if device.of(0).arch != 90:
-            pytest.skip("this GPU has no forward but the generic one")
+            pytest.skip("this GPU has no kernels but the generic ones")
         plan = importlib.import_module("cupyflash._cuda.plan")
-        monkeypatch.setattr(plan, "why_not_sm90", lambda spec: "a test wants the generic one")
-        plan.forward.cache_clear()
+        monkeypatch.setattr(plan, "why_not_sm90", lambda spec: "a test wants the generic ones")
+        choices = plan.forward, plan.backward
+        for choice in choices:
+            choice.cache_clear()
         stand_in.forget_forms()
         yield CupyBackend()
-        plan.forward.cache_clear()
+        for choice in choices:
+            choice.cache_clear()
         stand_in.forget_forms()
     else:
         yield CupyBackend()

@@ -90,7 +90,8 @@ def suite(dtypes: Sequence[str]) -> None:
                 draw(dtype, 2, length, heads, dim) for length, heads in ((len_q, 4), (len_k, 2), (len_k, 2), (len_q, 4))
             )
             differentiate(cf.Attention(causal=True), q, k, v, dout)
-            cf.attn_fwd(q, k, v, causal=True, plan="fwd_generic")  # also where the GPU has another
+            saved = cf.attn_fwd(q, k, v, causal=True, plan="fwd_generic")  # also where the GPU has others
+            cf.attn_bwd(q, k, v, *saved, dout, causal=True, plan="bwd_generic")
         packed = draw(dtype, 2, 150, 8, 128)  # q, k and v in one array, read backwards and once for all batches
         q, k = packed[:, ::-1, :4], packed[:, :, 4:6]
         v = cupy.broadcast_to(packed[:1, :, 6:], k.shape)

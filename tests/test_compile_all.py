@@ -58,6 +58,14 @@ def test_no_tile_of_hoppers_forward_spills(pool: ProcessPoolExecutor) -> None:
     assert not {name: report for name, report in reports.items() if report.log or report.spill_bytes}
 
 
+@pytest.mark.timeout(1800)
+def test_no_tile_of_hoppers_backward_spills(pool: ProcessPoolExecutor) -> None:
+    named = binaries.hopper_backwards(KNOWN[90])
+    assert len({plan.binary for plan in named.values()}) == len(named)
+    reports = dict(zip(named, pool.map(binaries.compile_to_report, named.values()), strict=True))
+    assert not {name: report for name, report in reports.items() if report.log or report.spill_bytes}
+
+
 def test_recorded_spills_belong_to_tiles_that_exist() -> None:
     keys = {
         binaries.allowance_key(plan.constants) for device in KNOWN.values() for plan in binaries.cover(device).values()

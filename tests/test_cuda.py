@@ -344,6 +344,53 @@ def test_hoppers_tiles_drop_what_the_generic_ones_drop(
     _assert_alike(gpu, found, wanted)
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 30)}, {"scale": -0.1}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 6, 3, 700, 700, 128), (1, 8, 1, 1500, 1111, 64), (3, 2, 2, 129, 1, 128), (2, 4, 2, 65, 900, 96)],
+    ids=lambda sizes: "-".join(map(str, sizes)),
+)
+def test_hoppers_backward_is_the_generic_one(
+    gpu: CupyBackend, sizes: tuple[int, ...], options: dict[str, Any], rng: Random
+) -> None:
+    """Many tiles of heads that share keys, ragged ends; outputs and workspace poisoned."""
+    batch, heads_q, heads_kv, len_q, len_k, dim = sizes
+    q, dout = (gpu.put(_draw(rng, batch, len_q, heads_q, dim)) for _ in range(2))
+    k, v = (gpu.put(_draw(rng, batch, len_k, heads_kv, dim)) for _ in range(2))
+    _compare_backwards(gpu, cf.Attention(**options), {"q": q, "k": k, "v": v}, dout)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_hoppers_backward_of_packed_sequences_is_the_generic_one(
+    gpu: CupyBackend, dim: int, causal: bool, rng: Random
+) -> None:
+    """Empty sequences, few live keys, and NaN in every row that no sequence covers."""
+    lengths = np.array([0, 300, 1, 129, 0, 64, 517])
+    q, dout, k, v = (_draw(rng, int(lengths.sum()) + 12, heads, dim) for heads in (4, 4, 2, 2))
+    for rows in (q, dout, k, v):
+        rows[:5], rows[-7:] = np.nan, np.nan
+    offsets = gpu.put(np.concatenate([[5], 5 + np.cumsum(lengths)]).astype(np.int32))
+    arrays = {name: gpu.put(x) for name, x in (("q", q), ("k", k), ("v", v))}
+    arrays |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    arrays["seqused_k"] = gpu.put(np.array([0, 200, 1, 129, 0, 0, 400], np.int32))
+    _compare_backwards(gpu, cf.Attention(layout="thd", causal=causal), arrays, gpu.put(dout))
+
+
+def _compare_backwards(gpu: CupyBackend, attention: cf.Attention, arrays: dict[str, Any], dout: Any) -> None:
+    """Within what two sums of rounded products may differ by."""
+    cupy = gpu.xp
+    saved = attention.fwd(**arrays)._asdict() | {"dout": dout}
+    size = attention.workspace_size(**arrays, backward=True, out=saved["out"], dout=dout)
+    found = {"d" + name: cupy.full(arrays[name].shape, np.nan, arrays[name].dtype) for name in "qkv"}
+    attention.bwd(**arrays, **saved, **found, workspace=cupy.full(size, 255, np.uint8))
+    wanted = attention.bwd(**arrays, **saved, plan="bwd_generic")
+    for name, right in zip(found, wanted, strict=False):
+        mine, other = gpu.get(found[name]).astype(np.float64), gpu.get(right).astype(np.float64)
+        assert np.isfinite(mine).all(), name
+        assert np.abs(mine - other).max() <= 2**-6 * max(np.abs(other).max(), 2**-10), name
+
+
 def _assert_alike(gpu: CupyBackend, found: Any, wanted: Any) -> None:
     """Within two roundings of out's type, and of what a float sum allows for the LSE; nothing is left unwritten."""
     cupy = gpu.xp

@@ -1,4 +1,4 @@
-"""What the host tells Hopper's forward, without a GPU: tensor maps, the grid, the order of tiles."""
+"""What the host tells Hopper's kernels, without a GPU: tensor maps, the grid, the order of tiles."""
 
 from __future__ import annotations
 
@@ -71,6 +71,27 @@ def test_maps_say_where_rows_lie_and_addresses_are_each_calls_own(fake_cuda: Any
     assert told.strides(K) == [2 * 2 * 128, 2 * 128, 2 * 90 * 2 * 128]
     assert told.strides(V) == [2 * 2 * 64, 2 * 64, 0]
     assert [told.box(which) for which in (Q, K, V, OUT)] == [[64, 128], [64, 128], [64, 128], [64, 16]]
+
+
+@pytest.mark.parametrize(("dim", "dout_dtype"), [(64, BF16), (128, BF16), (40, np.dtype(np.float32))])
+def test_the_backwards_maps_are_of_its_inputs(fake_cuda: Any, dim: int, dout_dtype: Any) -> None:
+    """dout that comes wider is read where the preprocess has rounded it, in rows of whole 16 bytes."""
+    q, k = array(fake_cuda, 2, 70, 4, dim), array(fake_cuda, 2, 90, 2, dim)
+    dout = fake_cuda.ndarray(np.zeros((2, 70, 4, dim), dout_dtype), 0)
+    out, lse = cf.attn_fwd(q, k, k)
+    workspace = fake_cuda.ndarray(np.zeros(2**20, np.uint8), 0)
+    cf.attn_bwd(q, k, k, out, lse, dout, workspace=workspace)
+    launch = next(launch for launch in fake_cuda.launches if launch.binary[0] == "bwd_sm90")
+    packer = params.packer("bwd_sm90")
+    fields = packer.unpack(launch.struct[: packer.size])
+    maps = [fields[at * BLOCKS_PER_MAP : (at + 1) * BLOCKS_PER_MAP] for at in range(4)]
+    rows = 128 if dim <= 64 else 64
+    assert [list(words[10:12]) for words in maps] == [[64, rows], [64, 128], [64, 128], [64, rows]]
+    assert [words[0] for words in maps[:3]] == [q.data.ptr, k.data.ptr, k.data.ptr]
+    assert list(maps[3][3:7]) == [dim, 70, 4, 2] and list(maps[3][7:10]) == [2 * dim * 4, 2 * dim, 2 * dim * 4 * 70]
+    inside = 0 <= maps[3][0] - workspace.data.ptr < 2**20
+    assert inside if dout_dtype != BF16 else maps[3][0] == dout.data.ptr
+    assert launch.grid[0] == 1 * 2 * 2 and launch.smem_bytes == launch.binary[2].smem_bytes
 
 
 def test_an_axis_of_one_may_have_any_stride(fake_cuda: Any) -> None:

@@ -75,7 +75,7 @@ def test_what_no_kernel_serves_is_refused_with_what_can(name: str) -> None:
 
 
 def test_deterministic_gives_dq_its_own_kernel_and_no_sums() -> None:
-    plain, ordered = (plan_backward(spec(deterministic=value), KNOWN[90]) for value in (False, True))
+    plain, ordered = (plan_backward(spec(deterministic=value), KNOWN[80]) for value in (False, True))
     assert plain.dq is None
     assert plain.main.constants.sums_dq
     assert ordered.dq is not None
@@ -159,6 +159,51 @@ def test_hopper_has_its_own_forward(request_name: str, dtype: str, dims: tuple[i
             assert other.kernel == "fwd_generic" and "sm90" not in other.why
 
 
+@pytest.mark.parametrize("dims", [(8, 8), (40, 40), (64, 64), (96, 96), (128, 128), (128, 64), (64, 128)], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mask": Mask.BAND},
+        {"features": Features(negative_scale=True)},
+        {"packed": True},
+        {"heads_q": 16, "heads_kv": 2},
+        {"grad_dtype": "float32", "accumulate": True},
+        {"out_dtype": "float32", "dout_dtype": "float32"},
+    ],
+    ids=str,
+)
+def test_hopper_has_its_own_backward(changes: dict[str, Any], dtype: str, dims: tuple[int, int]) -> None:
+    asked = spec(dtype, *dims, **changes)
+    plan = plan_backward(asked, KNOWN[90]).main
+    assert plan.kernel == "bwd_sm90" and plan.target == "sm_90a"
+    assert plan.constants.head_dim == plan.constants.head_dim_v == (64 if max(dims) <= 64 else 128)
+    for device in GPUS:
+        if device.arch != 90:
+            assert plan_backward(asked, device).main.kernel == "bwd_generic"
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (spec(dim=136), "head dims up to 128, not 136"),
+        (spec(dim=64, dim_v=192), "head dims up to 128, not 192"),
+        (spec(features=Features(softcap=True)), "no softcap, ALiBi, bias or dropout"),
+        (spec(features=Features(alibi=True)), "no softcap"),
+        (spec(features=Features(bias=True), bias_dtype="float32", dbias_dtype="float32"), "no softcap"),
+        (spec(features=Features(dropout=True)), "no softcap"),
+        (spec(deterministic=True), "no fixed order"),
+        (spec("float32"), "not float32"),
+        (spec(align=8), "aligned to 8 bytes"),
+        (spec(has_boxes=False), "negative stride"),
+    ],
+)
+def test_the_generic_backward_says_why_it_is_not_hoppers(asked: Spec, reason: str) -> None:
+    plan = plan_backward(asked, KNOWN[90]).main
+    assert plan.kernel == "bwd_generic" and "not bwd_sm90" in plan.why and reason in plan.why
+
+
 @pytest.mark.parametrize(
     ("size_class", "mask", "dim", "rows"),
     [
@@ -220,11 +265,15 @@ def test_a_kernel_may_be_named() -> None:
     assert named("fwd_sm90", spec(), KNOWN[90], is_backward=False) == hopper
     generic: Any = named("fwd_generic", spec(), KNOWN[90], is_backward=False)
     assert generic.kernel == "fwd_generic"
-    assert named("bwd_generic", spec(), KNOWN[90], is_backward=True) == plan_backward(spec(), KNOWN[90])
+    best: Any = named("bwd_sm90", spec(), KNOWN[90], is_backward=True)
+    assert best == plan_backward(spec(), KNOWN[90])
+    other: Any = named("bwd_generic", spec(), KNOWN[90], is_backward=True)
+    assert other.main.kernel == "bwd_generic" and other == best._replace(main=other.main)
     for name, device, backward, accepted in (
         ("fwd_sm90", KNOWN[80], False, "'fwd_generic' is"),
         ("bwd_generic", KNOWN[90], False, "'fwd_generic' or 'fwd_sm90' is"),
-        ("fastest", KNOWN[90], True, "'bwd_generic' is"),
+        ("fastest", KNOWN[90], True, "'bwd_generic' or 'bwd_sm90' is"),
+        ("bwd_sm90", KNOWN[80], True, "'bwd_generic' is"),
     ):
         with pytest.raises(ValueError, match=f"`plan` is '{name}'; {accepted} accepted"):
             named(name, spec(), device, is_backward=backward)

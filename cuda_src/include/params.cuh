@@ -123,6 +123,19 @@ struct BwdParams {              // of bwd_generic and bwd_dq_generic
   void* dq_accum;               // in fragment order, see bwd_finish
 };
 
+struct BwdSm90Params {
+  TensorMap q;                  // boxes of 64 columns and kQueryTile rows
+  TensorMap k;                  // ... kKeyTile rows
+  TensorMap v;
+  TensorMap dout;               // ... kQueryTile rows
+  Problem problem;
+  Scores scores;
+  Tensor dk;                    // [B, Nk, Hkv, D]
+  Tensor dv;                    // [B, Nk, Hkv, Dv]
+  const void* stats;            // as above
+  void* dq_accum;
+};
+
 struct BwdBiasParams {
   Problem problem;
   Scores scores;

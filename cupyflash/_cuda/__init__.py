@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .._errors import UnsupportedError
@@ -15,6 +16,7 @@ from .constants import (
     SM90_WARP_ROWS,
     BwdDbiasGeneric,
     BwdPreprocess,
+    BwdSm90,
     FwdGeneric,
     FwdSm90,
     MergeStates,
@@ -105,28 +107,39 @@ def _order(spec: Spec, call: Call, tiles: int, blocks: int, grid: int) -> tuple[
 
 def workspace_bytes(spec: Spec, call: Call, *, backward: bool) -> int:
     """Bytes beyond the results: a backward's (lse, delta) pairs, dq sums, dsink's parts, and dout where rounded."""
-    return sum(_aligned(size) for size in _workspace_parts(spec, call)) if backward else 0
+    if not backward:
+        return 0
+    # As if every array were walked at its best: where they lie changes no size, and the best plan needs most.
+    return workspace_of(spec, call, _plan.backward(replace(spec, align=16, has_boxes=True), _device.of(call.device)))
+
+
+def workspace_of(spec: Spec, call: Call, plan: BackwardPlan) -> int:
+    """The same, of a backward by this plan."""
+    return sum(_aligned(size) for size in _workspace_parts(spec, call, plan))
 
 
 def backward(spec: Spec, call: Call, plan: BackwardPlan) -> Work:
     """To write dq, dk and dv (dbias and dsink too where there is a bias or a sink), or to add to them."""
     schedule = Schedule(call.device)
     main, finish = plan.main.constants, plan.finish.constants
-    addresses = _addresses(Blank("workspace"), _workspace_parts(spec, call))
+    addresses = _addresses(Blank("workspace"), _workspace_parts(spec, call, plan))
     stats, dq_accum, parts, rounded = addresses
     where = problem(spec, call, plan.preprocess.constants.query_tile, main.key_tile)
     query_blocks = _blocks(call, call.len_q, plan.preprocess.constants.query_tile, spec.heads_q)
     cols = main.head_dim, _rounded_cols(spec)
     schedule.launch(plan.preprocess, query_blocks, _preprocess_values(call, where, None, addresses, cols))
 
-    dout = rows(call.dout)
-    if rounded:
-        cols, heads = _rounded_cols(spec), spec.heads_q
-        dout = (rounded, call.len_q * heads * cols, heads * cols, cols)
-    inputs = (*scores(spec, call), *rows(call.q), *rows(call.k), *rows(call.v), *dout)
+    dout = _rounded(spec, _given(call.dout), rounded) if rounded else call.dout
+    inputs = (*scores(spec, call), *rows(call.q), *rows(call.k), *rows(call.v), *rows(dout))
     gradients = (*rows(call.dq), *rows(call.dk), *rows(call.dv), stats, dq_accum)
     key_blocks = _blocks(call, call.len_k, main.key_tile, spec.heads_kv)
-    schedule.launch(plan.main, key_blocks, (*where, *inputs, *gradients))
+    if isinstance(main, BwdSm90):
+        heights = (call.q, main.query_tile), (call.k, main.key_tile), (call.v, main.key_tile), (dout, main.query_tile)
+        boxes = [word for view, height in heights for word in tensor_map(_given(view), height, call.device)]
+        written = (*rows(call.dk), *rows(call.dv), stats, dq_accum)
+        schedule.launch(plan.main, key_blocks, (*boxes, *where, *scores(spec, call), *written))
+    else:
+        schedule.launch(plan.main, key_blocks, (*where, *inputs, *gradients))
     if plan.dq is not None:
         tile = plan.dq.constants.query_tile
         values = (*problem(spec, call, tile, main.key_tile), *inputs, *gradients)
@@ -276,7 +289,7 @@ def _blocks(call: Call, length: int, tile: int, heads: int) -> int:
     return tiles_of(length, tile, call) * heads * sequences if length else 0
 
 
-def _workspace_parts(spec: Spec, call: Call) -> tuple[int, int, int, int]:
+def _workspace_parts(spec: Spec, call: Call, plan: BackwardPlan) -> tuple[int, int, int, int]:
     """Bytes of the (lse, delta) pairs, of the dq sums, of dsink's parts, and of dout rounded to q's type."""
     accum = ITEM_BYTES[accum_of(spec.dtype)]
     padded = -(-call.len_q // ROW_PAD) * ROW_PAD
@@ -286,10 +299,17 @@ def _workspace_parts(spec: Spec, call: Call) -> tuple[int, int, int, int]:
     rounded = sequences * call.len_q * spec.heads_q * _rounded_cols(spec) * ITEM_BYTES[spec.dtype]
     return (
         2 * accum * per_head,
-        0 if spec.deterministic else accum * per_head * _plan.head_dim_tile(spec.head_dim),
+        0 if spec.deterministic else accum * per_head * plan.main.constants.head_dim,
         0 if call.sink is None else accum * _blocks(call, call.len_q, ROW_PAD, spec.heads_q),
         0 if spec.dout_dtype == spec.dtype else rounded,
     )
+
+
+def _rounded(spec: Spec, dout: View, address: int) -> View:
+    """dout in q's type, as the preprocess writes it."""
+    _, length, heads, _ = dout.shape
+    cols = _rounded_cols(spec)
+    return View(address, dout.shape, (length * heads * cols, heads * cols, cols, 1), spec.dtype, None)
 
 
 def _rounded_cols(spec: Spec) -> int:

@@ -126,6 +126,29 @@ class BwdGeneric(_Scores):
 
 
 @dataclass(frozen=True, slots=True)
+class BwdSm90(_Scores):
+    """`bwd_sm90.cu`."""
+
+    grad_element: str
+    accumulate: bool
+    stages: int
+
+    @property
+    def smem_bytes(self) -> int:
+        keys = 2 * self.key_tile * self.head_dim
+        stage = 2 * self.query_tile * self.head_dim
+        ds = _DS_STAGES * self.query_tile * self.key_tile
+        dq = 4 * self.query_tile * self.head_dim
+        statistics = -(-(8 * self.query_tile + 8) // 16) * 16
+        barriers = 8 * (2 + 5 * self.stages)
+        total = 2 * (keys + self.stages * stage + ds) + dq + self.stages * statistics + _JOB_BYTES + barriers
+        return -(-total // 1024) * 1024
+
+
+_DS_STAGES, _JOB_BYTES = 2, 96  # of bwd_sm90: its kDsStages and sizeof(Job)
+
+
+@dataclass(frozen=True, slots=True)
 class BwdDqGeneric(_Scores):
     """`bwd_dq_generic.cu`."""
 
@@ -211,6 +234,7 @@ KERNELS: dict[type, str] = {
     FwdSm90: "fwd_sm90",
     BwdPreprocess: "bwd_preprocess",
     BwdGeneric: "bwd_generic",
+    BwdSm90: "bwd_sm90",
     BwdDqGeneric: "bwd_dq_generic",
     BwdDbiasGeneric: "bwd_dbias_generic",
     BwdFinish: "bwd_finish",
@@ -222,6 +246,7 @@ Constants = (
     | FwdSm90
     | BwdPreprocess
     | BwdGeneric
+    | BwdSm90
     | BwdDqGeneric
     | BwdDbiasGeneric
     | BwdFinish

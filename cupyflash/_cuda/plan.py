@@ -20,12 +20,14 @@ from .constants import (
     KERNELS,
     SM90_HEAD_DIMS,
     SM90_KEY_TILES,
+    SM90_PANEL,
     SM90_ROWS,
     BwdDbiasGeneric,
     BwdDqGeneric,
     BwdFinish,
     BwdGeneric,
     BwdPreprocess,
+    BwdSm90,
     Constants,
     FwdGeneric,
     FwdSm90,
@@ -44,6 +46,7 @@ _TILES: dict[type, Any] = {
     FwdGeneric: tiles.FwdTile,
     FwdSm90: tiles.Sm90Tile,
     BwdGeneric: tiles.BwdTile,
+    BwdSm90: tiles.Sm90BwdTile,
     BwdDqGeneric: tiles.DqTile,
     BwdDbiasGeneric: tiles.DbiasTile,
 }
@@ -72,7 +75,7 @@ class Plan(Generic[C]):
     @property
     def target(self) -> str:
         """What is compiled for: Hopper's own instructions are of sm_90a."""
-        return "sm_90a" if isinstance(self.constants, FwdSm90) else f"sm_{self.arch}"
+        return "sm_90a" if isinstance(self.constants, FwdSm90 | BwdSm90) else f"sm_{self.arch}"
 
     @property
     def threads(self) -> int:
@@ -93,7 +96,7 @@ class BackwardPlan(NamedTuple):
     """The kernels of a backward, run in this order; None is not needed."""
 
     preprocess: Plan[BwdPreprocess]
-    main: Plan[BwdGeneric]
+    main: Plan[BwdGeneric | BwdSm90]
     dq: Plan[BwdDqGeneric] | None  # deterministic: dq has its own kernel
     dbias: Plan[BwdDbiasGeneric] | None
     finish: Plan[BwdFinish]
@@ -194,7 +197,7 @@ def _rows(table: TileTable, spec: Spec) -> list[Any]:
 
 
 def why_not_sm90(spec: Spec) -> str | None:
-    """What keeps a forward on Hopper from `fwd_sm90`."""
+    """What keeps a call on Hopper from kernels of wgmma and the copy engine."""
     if ITEM_BYTES[spec.dtype] != 2:
         return f"wgmma multiplies 16-bit types, not {spec.dtype}"
     if spec.align < 16:
@@ -228,10 +231,31 @@ def legal_forward(spec: Spec, device: Device) -> Iterator[Plan[Any]]:
     yield from _fitting(FwdGeneric, _rows(tiles.FWD, spec), spec, device, note, out_element=spec.out_dtype)
 
 
-def legal_main(spec: Spec, device: Device) -> Iterator[Plan[BwdGeneric]]:
-    """Candidates of `bwd_generic`, best first."""
-    gradients = _gradients(spec)
-    return _fitting(BwdGeneric, _rows(tiles.BWD, spec), spec, device, **gradients, sums_dq=not spec.deterministic)
+def why_not_bwd_sm90(spec: Spec) -> str | None:
+    """What keeps a backward on Hopper from `bwd_sm90`."""
+    features, dim, largest = spec.features, max(spec.head_dim, spec.head_dim_v), max(tiles.BWD_SM90)
+    if dim > largest:
+        return f"it has head dims up to {largest}, not {dim}"
+    if features.softcap or features.alibi or features.bias or features.dropout:
+        return "it has no softcap, ALiBi, bias or dropout"
+    if spec.deterministic:
+        return "it adds dq in no fixed order"
+    return why_not_sm90(spec)
+
+
+def legal_main(spec: Spec, device: Device) -> Iterator[Plan[Any]]:
+    """Candidates of a backward's main kernel, best first: `bwd_sm90` where it can serve, then `bwd_generic`."""
+    gradients, note = _gradients(spec), ""
+    if device.arch == 90:
+        why_not = why_not_bwd_sm90(spec)
+        if why_not is None:
+            dim = next(tile for tile in tiles.BWD_SM90 if max(spec.head_dim, spec.head_dim_v) <= tile)
+            both = {"head_dim": dim, "head_dim_v": dim}
+            yield from _fitting(BwdSm90, tiles.BWD_SM90[dim], spec, device, **both, **gradients)
+        else:
+            note = f"; not bwd_sm90: {why_not}"
+    rows = _rows(tiles.BWD, spec)
+    yield from _fitting(BwdGeneric, rows, spec, device, note, **gradients, sums_dq=not spec.deterministic)
 
 
 def _gradients(spec: Spec) -> dict[str, Any]:
@@ -244,6 +268,10 @@ def _is_whole(c: Any) -> bool:
         consumers, rest = divmod(c.query_tile, SM90_ROWS)
         fits = c.key_tile in SM90_KEY_TILES and c.query_stages in (1, 2) and c.stages > 0
         return fits and consumers in (2, 3) and rest == 0 and c.warps == 4 * (1 + consumers)
+    if isinstance(c, BwdSm90):
+        # dq's halves: of the query rows, or of the columns
+        fits = c.query_tile * c.head_dim == 2 * SM90_ROWS * SM90_PANEL and c.key_tile == 2 * SM90_ROWS
+        return fits and c.stages > 0 and c.warps == 12
     columns = 16 if ITEM_BYTES[c.element] == 2 else 8
     if c.query_tile % 16 or c.key_tile % 16 or ROW_PAD % c.query_tile:
         return False
@@ -308,7 +336,8 @@ def named(kernel: str, spec: Spec, device: Device, *, is_backward: bool) -> Plan
     refuse(spec)
     if is_backward:
         chosen = backward(spec, device)
-        found: dict[str, Any] = {chosen.main.kernel: chosen}
+        mains = reversed([*legal_main(spec, device)])
+        found: dict[str, Any] = {main.kernel: chosen._replace(main=main) for main in mains}
     else:
         found = {plan.kernel: plan for plan in reversed([*legal_forward(spec, device)])}
     if kernel not in found:

@@ -50,6 +50,13 @@ class Sm90Tile(NamedTuple):
     room: Room = Room.ANY
 
 
+class Sm90BwdTile(NamedTuple):
+    query_tile: int
+    key_tile: int
+    stages: int
+    warps: int  # the producers' four too
+
+
 class BwdTile(NamedTuple):
     query_tile: int
     key_tile: int
@@ -123,6 +130,11 @@ FWD_SM90: dict[int, list[Sm90Tile]] = {
 FWD_SM90_SMALL: dict[int, list[Sm90Tile]] = {
     64: [Sm90Tile(128, 128, 2, 3, 12, Room.ALIBI)],
     256: [Sm90Tile(128, 64, 1, 2, 12, Room.ONE)],
+}
+# The same for bwd_sm90.
+BWD_SM90: dict[int, list[Sm90BwdTile]] = {
+    64: [Sm90BwdTile(128, 128, 2, 12)],
+    128: [Sm90BwdTile(64, 128, 2, 12)],
 }
 BWD: dict[int, dict[int, list[BwdTile]]] = {
     2: {

@@ -11,6 +11,14 @@ struct Range {
   int end;
 };
 
+// Of a lane's columns 0, 1, 8, 9, 16, 17 ... one bit for each below `end`: bits turn into predicates seven at a time, compared numbers do
+// not.
+__device__ __forceinline__ uint32 columns_below(int end) {
+  const int inside = clamp(end, 0, 128);
+  return static_cast<uint32>((uint64{1} << (inside / 8 * 2 + min_of(inside % 8, 2))) - 1);
+}
+__device__ __forceinline__ uint32 columns_of(Range range) { return columns_below(range.end) & ~columns_below(range.begin); }
+
 template <bool kIsMasked>
 struct Band {
   int low;

@@ -127,13 +127,6 @@ struct ScoreMap {
       }
   }
 
-  // Of a lane's columns 0, 1, 8, 9, 16, 17 ... one bit for each below `end`: bits turn into predicates seven at a time, compared numbers do
-  // not.
-  __device__ __forceinline__ static uint32 columns_below(int end) {
-    const int inside = clamp(end, 0, 128);
-    return static_cast<uint32>((uint64{1} << (inside / 8 * 2 + min_of(inside % 8, 2))) - 1);
-  }
-
   // s becomes x, -inf where invisible, for a warp's tile whose first element is (query, key) of the sequence. A full tile of raw
   // scores is left as it is. `derivative`, if wanted, receives dx / ds / scale. Returns whether no score was made -inf.
   template <int kM, int kN>
@@ -161,7 +154,7 @@ struct ScoreMap {
         for (int n = 0; n < kN; ++n) {
           constexpr int kPerWord = 16;  // tiles: a lane has two columns of each
           const int word_col = first_col + n / kPerWord * kPerWord * 8;
-          const uint32 bits = columns_below(visible.end - word_col) & ~columns_below(visible.begin - word_col);
+          const uint32 bits = columns_of({visible.begin - word_col, visible.end - word_col});
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             T& score = s.x[m][n][2 * half + i];

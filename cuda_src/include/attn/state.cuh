@@ -2,6 +2,7 @@
 #pragma once
 #include "params.cuh"
 #include "ptx/math.cuh"
+#include "ptx/prefetch.cuh"
 #include "ptx/store_global.cuh"
 
 namespace cf::attn {
@@ -83,6 +84,13 @@ __device__ __forceinline__ void read_columns(typename ColumnsOf<kIsUniform, T, k
     static_assert(kColumns == 1);
     columns.x[0] = read<A>(s.out, s.out_type, at);
   }
+}
+
+// All columns of this lane on their way to L2, whether or not they turn out to be used.
+template <bool kIsUniform, class T, int kColumns>
+__device__ __forceinline__ void prefetch_columns(const State& s, const Row& r, int head_dim) {
+  if constexpr (kIsUniform)
+    for (int col = r.lane * kColumns; col < head_dim; col += kGroup * kColumns) ptx::prefetch(static_cast<const T*>(s.out) + out_at(s, r) + col);
 }
 
 template <bool kIsUniform, class T, int kColumns, class A>

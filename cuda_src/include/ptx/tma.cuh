@@ -1,4 +1,4 @@
-// Bulk tensor copies between global and shared memory by the copy engine (sm_90): boxes of a 4-D tensor (column, row, head, batch),
+// Bulk copies between global and shared memory by the copy engine (sm_90): floats in a row, and boxes of a 4-D tensor (column, row, head, batch),
 // whose rows arrive swizzled as the map says. What lies outside the tensor arrives as zeros, and is not written.
 #pragma once
 #include "params.cuh"
@@ -16,8 +16,13 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, const void* src,
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map), "r"(col), "r"(row),
                "r"(head), "r"(batch), "r"(shared_address(src)) : "memory");
 }
+// Adds `bytes` of floats; both addresses and the count are multiples of 16.
+__device__ __forceinline__ void bulk_reduce_add(float* dst, const float* src, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst), "r"(shared_address(src)), "r"(bytes)
+               : "memory");
+}
 __device__ __forceinline__ void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until this thread's stores have read their source.
+// Until this thread's stores and reductions have read their source.
 __device__ __forceinline__ void tma_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 // What was written by ordinary stores becomes visible to bulk copies and wgmma.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
