@@ -12,8 +12,8 @@
 //
 // Shared    k, v [kKeyTile, kHeadDim] for the whole block; q, dout [kStages][kQueryTile, kHeadDim]; ds [2][kQueryTile, kKeyTile]: all in
 //           panels of 64 columns, swizzled; dq of each warp in fragment order.
-// Barriers  full: the loader's arrival and its bytes, or the statistician's. empty: one arrival a consumer, after the wait that proves its
-//           products done; q's speaks for the statistics too. Named, of both consumers: ds is written. One for each tile is enough, as ds
+// Barriers  full: the loader's arrival and its bytes, or all of the statistician's lanes. empty: one arrival a consumer, after the wait that
+//           proves its products done; of q one a warp, as it speaks for the statistics too. Named, of both consumers: ds is written. One for each tile is enough, as ds
 //           has two places: whoever writes a place again has passed the barrier that the other reaches only after its product with it.
 // Order     dk and dv: fixed, head by head and tile by tile. dq: the order in which blocks arrive.
 #include "attn/gradient.cuh"
@@ -150,8 +150,7 @@ __device__ __forceinline__ void prepare_statistics(Smem& smem, const BwdSm90Para
       statistics.has_absent = is_absent;
       statistics.has_coarse = is_coarse;
     }
-    __syncwarp();
-    if (warp::lane() == 0) ptx::mbarrier_arrive(smem.statistics_full[ring.stage]);
+    ptx::mbarrier_arrive(smem.statistics_full[ring.stage]);
     ring.advance();
   });
 }
@@ -283,15 +282,22 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     }
     ptx::mbarrier_wait(smem.v_full, 0);
   }
-  job.walk.uniform().for_each([&](int head, int query) {
+  bool has_absent = false, has_coarse = false;
+  const auto await_statistics = [&] {
+    ptx::mbarrier_wait(smem.statistics_full[ring.stage], ring.parity);
+    has_absent = warp::uniform(smem.statistics[ring.stage].has_absent);
+    has_coarse = warp::uniform(smem.statistics[ring.stage].has_coarse);
+  };
+  const Walk walk = job.walk.uniform();
+  if (!job.is_idle()) await_statistics();
+  walk.for_each([&](int head, int query) {
     const int stage = ring.stage, stage_bytes = stage * kQueryBytes;
     const Statistics& statistics = smem.statistics[stage];
     ScoreFragment s, dp;
-    ptx::mbarrier_wait(smem.statistics_full[stage], ring.parity);
-    ptx::mbarrier_wait(smem.q_full[stage], ring.parity);
     begin_with(dp, statistics.minus_delta + warp::fragment_col(0));
-    const bool has_coarse = warp::uniform(statistics.has_coarse);
-    if (warp::uniform(statistics.has_absent)) {  // were their q or dout a NaN, 0 times it would reach dk or dv
+    ptx::mbarrier_wait(smem.q_full[stage], ring.parity);
+    const bool is_coarse = has_coarse;
+    if (has_absent) {  // were their q or dout a NaN, 0 times it would reach dk or dv
       ptx::mbarrier_wait(smem.dout_full[stage], ring.parity);
       const auto is_absent = [&](int row) { return statistics.lse[row] == kInfinity; };
       zero_rows(smem.q[stage], is_absent);
@@ -309,18 +315,18 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     multiply_scores<true>(dp, v_rows, ptx::advance(dout, stage_bytes));
     ptx::wgmma_commit();
 
+    const int row_lane = ptx::settled(lane);  // of stmatrix: 8 queries and 8 keys a matrix; settled as in `hide`
+    const int ds_row = row_lane / 16 * 8 + row_lane % 8, ds_chunk = 2 * warp_number + row_lane / 8 % 2;
+    const uint32 ds_place = ptx::shared_address(&smem.ds[0][consumer][ds_row][(ds_chunk ^ ds_row % 8) * 8]);
     const bool has_hidden = !band.is_full(query, kQueryTile, key, kWarpRows);
     ptx::wgmma_wait<1>();
     ptx::pin(registers(s));
-    to_probabilities(s, statistics.lse + warp::fragment_col(0), fold, has_coarse);
+    to_probabilities(s, statistics.lse + warp::fragment_col(0), fold, is_coarse);
     if (has_hidden) hide(s, job.band, key, query);
     ptx::wgmma_wait<0>();
     ptx::pin(registers(dp));
     if (has_hidden) hide_gradient(dp, s);
     Packed p, ds_pairs;
-    const int row_lane = ptx::settled(lane);  // of stmatrix: 8 queries and 8 keys a matrix; settled as in `hide`
-    const int ds_row = row_lane / 16 * 8 + row_lane % 8, ds_chunk = 2 * warp_number + row_lane / 8 % 2;
-    const uint32 ds_place = ptx::shared_address(&smem.ds[0][consumer][ds_row][(ds_chunk ^ ds_row % 8) * 8]);
 #pragma unroll
     for (int step = 0; step < kQueryTile / 16; ++step) {
 #pragma unroll
@@ -363,11 +369,12 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
       ptx::bulk_reduce_add(accum + head * head_floats + query * kHeadDim, dq_stage, kDqFloats * 4);
       ptx::tma_commit();
     }
-    ptx::wgmma_wait<0>();
-    ptx::pin(registers(dk));
-    if (is_lead) ptx::mbarrier_arrive(smem.q_empty[stage]);
     ring.advance();
     ds_stage ^= 1;
+    if (head + 1 < walk.head_end || query + kQueryTile < walk.query_end) await_statistics();  // under the last product
+    ptx::wgmma_wait<0>();
+    ptx::pin(registers(dk));
+    if (lane == 0) ptx::mbarrier_arrive(smem.q_empty[stage]);  // each warp has read its statistics before its last __syncwarp
   });
 
   // Keys past the live ones still get their zeros.
@@ -398,8 +405,8 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __g
     for (int stage = 0; stage < kStages; ++stage) {
       ptx::mbarrier_init(smem.q_full[stage], 1);
       ptx::mbarrier_init(smem.dout_full[stage], 1);
-      ptx::mbarrier_init(smem.statistics_full[stage], 1);
-      ptx::mbarrier_init(smem.q_empty[stage], kConsumers);
+      ptx::mbarrier_init(smem.statistics_full[stage], kWarpSize);
+      ptx::mbarrier_init(smem.q_empty[stage], kConsumerThreads / kWarpSize);
       ptx::mbarrier_init(smem.dout_empty[stage], kConsumers);
     }
     ptx::mbarrier_init_fence();

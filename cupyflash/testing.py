@@ -560,7 +560,8 @@ def assert_close(
     if length == 0:
         return
     angle, peer_angle = _angle(actual, expected), _angle(peer, expected)
-    floor = floor / size + eps_sums * terms * math.sqrt(finite.sum()) / length
+    everywhere = eps * _tiny(actual_dtype) + eps_sums * terms  # what any element may be off by, however small
+    floor = floor / size + everywhere * math.sqrt(finite.sum()) / length
     limit = PEER_FACTOR * peer_angle + ROUNDING_UNITS * floor
     if not angle <= limit:
         raise AssertionError(f"{name}: angle {angle:.3e} to the reference is above {limit:.3e} (peer {peer_angle:.3e})")

@@ -10,7 +10,7 @@ import pytest
 
 import cupyflash as cf
 from cupyflash._cuda import tiles
-from cupyflash._cuda.constants import HEAD_DIMS
+from cupyflash._cuda.constants import HEAD_DIMS, BwdGeneric
 from cupyflash._cuda.device import KNOWN, Device
 from cupyflash._cuda.plan import backward as plan_backward
 from cupyflash._cuda.plan import forward as plan_forward
@@ -76,6 +76,7 @@ def test_what_no_kernel_serves_is_refused_with_what_can(name: str) -> None:
 
 def test_deterministic_gives_dq_its_own_kernel_and_no_sums() -> None:
     plain, ordered = (plan_backward(spec(deterministic=value), KNOWN[80]) for value in (False, True))
+    assert isinstance(plain.main.constants, BwdGeneric) and isinstance(ordered.main.constants, BwdGeneric)
     assert plain.dq is None
     assert plain.main.constants.sums_dq
     assert ordered.dq is not None

@@ -303,3 +303,13 @@ def test_products_see_dout_in_the_dtype_of_q_and_delta_as_it_comes(dtype: str, r
     full, rounded = (reference_bwd(q, k, v, x) for x in (dout, dout.astype(q.dtype)))
     np.testing.assert_array_equal(full["dv"], rounded["dv"])
     assert (full["dq"] != rounded["dq"]).any()
+
+
+def test_numbers_below_the_normal_ones_may_each_be_off_by_their_distance(rng: np.random.Generator) -> None:
+    """Which is the same for all of them, so that in many small numbers it turns the whole tensor. Wrong signs are seen."""
+    expected = 4e-8 * rng.standard_normal(10_000)  # float16 lies 6e-8 apart here
+    stored = expected.astype(np.float16)
+    assert_close(stored, expected, expected)
+    larger = 20 * expected
+    with pytest.raises(AssertionError):
+        assert_close((-larger).astype(np.float16), larger, larger)
