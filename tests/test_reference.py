@@ -306,7 +306,7 @@ def test_products_see_dout_in_the_dtype_of_q_and_delta_as_it_comes(dtype: str, r
 
 
 def test_numbers_below_the_normal_ones_may_each_be_off_by_their_distance(rng: np.random.Generator) -> None:
-    """Which is the same for all of them, so that in many small numbers it turns the whole tensor. Wrong signs are seen."""
+    """It is the same for all of them, and so turns the whole tensor of many small ones. Wrong signs are seen."""
     expected = 4e-8 * rng.standard_normal(10_000)  # float16 lies 6e-8 apart here
     stored = expected.astype(np.float16)
     assert_close(stored, expected, expected)
