@@ -37,6 +37,7 @@ constexpr int kPanels = kHeadDim / kPanel;
 // dq is split so that each product is 64 x 64: by query rows, or by panels of columns.
 constexpr bool kSplitsRows = kQueryTile == kConsumers * kRows;
 static_assert(kSplitsRows ? kPanels == 1 : kQueryTile == kRows && kPanels == kConsumers);
+static_assert(kStages > 1, "the next tile's statistics are awaited before this one is done");
 static_assert(attn::kRowPad % kQueryTile == 0, "workspaces are padded to whole tiles");
 static_assert(!kHasSoftcap && !kHasAlibi && !kHasBias && !kHasDropout, "those are bwd_generic's");
 
@@ -44,7 +45,7 @@ constexpr int kDsStages = 2;
 using DqFragment = warp::Fragment<1, kPanel / 8>;
 constexpr int kDqFloats = sizeof(DqFragment) / 4 * kWarpSize;  // of a warp
 
-struct Statistics {
+struct alignas(16) Statistics {
   float lse[kQueryTile], minus_delta[kQueryTile];  // (+inf, 0): the row takes no part
   int has_absent;                                  // such a row
   int has_coarse;                                  // an lse beyond kLargeExponent
@@ -89,7 +90,7 @@ struct alignas(1024) Smem {  // a swizzle repeats every 1024 bytes
   warpgroup::Panels<Element, kPanels, kQueryTile> q[kStages], dout[kStages];
   warpgroup::Panels<Element, kConsumers, kQueryTile> ds[kDsStages];
   alignas(128) float dq[kConsumerThreads / kWarpSize][kDqFloats];
-  alignas(16) Statistics statistics[kStages];
+  Statistics statistics[kStages];
   Job job;
   ptx::Barrier k_full, v_full, q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages], statistics_full[kStages];
 };
@@ -165,7 +166,7 @@ __device__ __forceinline__ void multiply_scores(ScoreFragment& d, uint64 a, uint
                                                             ptx::advance(b, panel * kQueryPanelBytes + inside), kAdds || step > 0);
   }
 }
-// What dp - D is summed onto: so the subtraction costs nothing. Both of a lane's rows are loaded, as copies would cost more.
+// What dp - D is summed onto: so no subtraction stands beside the products.
 __device__ __forceinline__ void begin_with(ScoreFragment& dp, const float* minus_delta) {
 #pragma unroll
   for (int n = 0; n < kQueryTile / 8; ++n)
@@ -366,7 +367,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     ptx::fence_async_proxy();
     __syncwarp();
     if (lane == 0) {
-      ptx::bulk_reduce_add(accum + head * head_floats + query * kHeadDim, dq_stage, kDqFloats * 4);
+      ptx::bulk_reduce_add(accum + head * head_floats + static_cast<int64>(query) * kHeadDim, dq_stage, kDqFloats * 4);
       ptx::tma_commit();
     }
     ring.advance();

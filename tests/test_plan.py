@@ -115,6 +115,13 @@ def test_a_caller_may_change_tiles_and_nothing_else() -> None:
         validate("fwd_generic", chosen, KNOWN[90])
 
 
+def test_hoppers_backward_needs_two_stages() -> None:
+    chosen = plan_backward(spec(), KNOWN[90])
+    single = chosen._replace(main=replace(chosen.main, constants=replace(chosen.main.constants, stages=1)))
+    with pytest.raises(ValueError, match="stages=1"):
+        validate(single, chosen, KNOWN[90])
+
+
 def test_a_negative_scale_is_a_switch_only_where_scores_stay_raw() -> None:
     raw = plan_forward(spec(features=Features(negative_scale=True)), KNOWN[90])
     capped = plan_forward(spec(features=Features(negative_scale=True, softcap=True)), KNOWN[90])

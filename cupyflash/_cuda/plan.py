@@ -271,7 +271,7 @@ def _is_whole(c: Any) -> bool:
     if isinstance(c, BwdSm90):
         # dq's halves: of the query rows, or of the columns
         fits = c.query_tile * c.head_dim == 2 * SM90_ROWS * SM90_PANEL and c.key_tile == 2 * SM90_ROWS
-        return fits and c.stages > 0 and c.warps == 12
+        return fits and c.stages > 1 and c.warps == 12  # one tile is done only after the next one has come
     columns = 16 if ITEM_BYTES[c.element] == 2 else 8
     if c.query_tile % 16 or c.key_tile % 16 or ROW_PAD % c.query_tile:
         return False
