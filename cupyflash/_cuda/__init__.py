@@ -130,14 +130,15 @@ def backward(spec: Spec, call: Call, plan: BackwardPlan) -> Work:
     schedule.launch(plan.preprocess, query_blocks, _preprocess_values(call, where, None, addresses, cols))
 
     dout = _rounded(spec, _given(call.dout), rounded) if rounded else call.dout
-    inputs = (*scores(spec, call), *rows(call.q), *rows(call.k), *rows(call.v), *rows(dout))
+    changes = scores(spec, call)
+    inputs = (*changes, *rows(call.q), *rows(call.k), *rows(call.v), *rows(dout))
     gradients = (*rows(call.dq), *rows(call.dk), *rows(call.dv), stats, dq_accum)
     key_blocks = _blocks(call, call.len_k, main.key_tile, spec.heads_kv)
     if isinstance(main, BwdSm90):
         heights = (call.q, main.query_tile), (call.k, main.key_tile), (call.v, main.key_tile), (dout, main.query_tile)
         boxes = [word for view, height in heights for word in tensor_map(_given(view), height, call.device)]
         written = (*rows(call.dk), *rows(call.dv), stats, dq_accum)
-        schedule.launch(plan.main, key_blocks, (*boxes, *where, *scores(spec, call), *written))
+        schedule.launch(plan.main, key_blocks, (*boxes, *where, *changes, *written))
     else:
         schedule.launch(plan.main, key_blocks, (*where, *inputs, *gradients))
     if plan.dq is not None:

@@ -362,7 +362,8 @@ def validate(override: Any, chosen: Plan | BackwardPlan, device: Device) -> Any:
         if given is None or wanted is None or given.arch != wanted.arch or not _differs_in_tiles_alone(given, wanted):
             raise ValueError(f"`plan` names {given}; this call needs, its tiles apart, {wanted}.")
         if given.smem_bytes > device.smem_bytes or not _is_whole(given.constants):
-            limit = f"whole 16x8 tiles a warp in at most {device.smem_bytes} bytes of shared memory are accepted"
+            tiles_a_warp = "whole 16x8 tiles a warp (and two stages or more in bwd_sm90)"
+            limit = f"{tiles_a_warp} in at most {device.smem_bytes} bytes of shared memory are accepted"
             raise ValueError(f"`plan` has tiles that its warps cannot share, or too many: {given}; {limit}.")
     return override
 
