@@ -13,8 +13,9 @@
 // Shared    k, v [kKeyTile, kHeadDim] for the whole block; q, dout [kStages][kQueryTile, kHeadDim]; ds [2][kQueryTile, kKeyTile]: all in
 //           panels of 64 columns, swizzled; dq of each warp in fragment order.
 // Barriers  full: the loader's arrival and its bytes, or all of the statistician's lanes. empty: one arrival a consumer, after the wait that
-//           proves its products done; of q one a warp, as it speaks for the statistics too. Named, of both consumers: ds is written. One for each tile is enough, as ds
-//           has two places: whoever writes a place again has passed the barrier that the other reaches only after its product with it.
+//           proves its products done; of q one a thread, each for the statistics that it has read itself. Named, of both consumers: ds is
+//           written. One for each tile is enough, as ds has two places: whoever writes a place again has passed the barrier that the other
+//           reaches only after its product with it.
 // Order     dk and dv: fixed, head by head and tile by tile. dq: the order in which blocks arrive.
 #include "attn/gradient.cuh"
 #include "ptx/load_shared.cuh"
@@ -375,7 +376,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     if (head + 1 < walk.head_end || query + kQueryTile < walk.query_end) await_statistics();  // under the last product
     ptx::wgmma_wait<0>();
     ptx::pin(registers(dk));
-    if (lane == 0) ptx::mbarrier_arrive(smem.q_empty[stage]);  // each warp has read its statistics before its last __syncwarp
+    ptx::mbarrier_arrive(smem.q_empty[stage]);
   });
 
   // Keys past the live ones still get their zeros.
@@ -407,7 +408,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __g
       ptx::mbarrier_init(smem.q_full[stage], 1);
       ptx::mbarrier_init(smem.dout_full[stage], 1);
       ptx::mbarrier_init(smem.statistics_full[stage], kWarpSize);
-      ptx::mbarrier_init(smem.q_empty[stage], kConsumerThreads / kWarpSize);
+      ptx::mbarrier_init(smem.q_empty[stage], kConsumerThreads);
       ptx::mbarrier_init(smem.dout_empty[stage], kConsumers);
     }
     ptx::mbarrier_init_fence();

@@ -11,7 +11,7 @@
 // Shared    q [kQueryStages][kQueryTile, kHeadDim], k [kStages][kKeyTile, kHeadDim], v [kStages][kKeyTile, kHeadDimV], and out where there
 //           is room, in panels of 64 columns as the copy engine swizzles them.
 // Barriers  full: one arrival, of the thread that asks for the copies, and their bytes. empty: one arrival a consumer, after the wait that
-//           proves its products done. Of a published tile, full: the scheduler; empty: both loaders and every warp of the consumers.
+//           proves its products done. Of a published tile, full: the scheduler; empty: both loaders and every thread of the consumers.
 //           Named: each consumer's own, and its turn, which the one before it gives. out belongs to the warp that writes its rows.
 // Order     blocks stay, and take tiles in an order that needs no counter: tile_of. Of packed sequences some blocks take one.
 #include "attn/dropout.cuh"
@@ -474,8 +474,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
     take_values();
     finish_rows(out, factor, kHasDropout ? float(params.scores.keep_scale) : 1.0f);
     store(consumer, smem, params, tile, out);
-    __syncwarp();
-    if (warp::lane() == 0) ptx::mbarrier_arrive(smem.tile_empty[stage]);
+    ptx::mbarrier_arrive(smem.tile_empty[stage]);
   }
   ptx::wgmma_wait<0>();
   if (kPassesOut) ptx::tma_wait_read();  // shared memory outlives its copies
@@ -503,7 +502,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) fwd_sm90(const __g
 #pragma unroll
     for (int stage = 0; stage < kTiles; ++stage) {
       ptx::mbarrier_init(smem.tile_full[stage], 1);
-      ptx::mbarrier_init(smem.tile_empty[stage], kConsumers * kGroup / kWarpSize + 2);
+      ptx::mbarrier_init(smem.tile_empty[stage], kConsumers * kGroup + 2);
     }
     ptx::mbarrier_init_fence();
   }

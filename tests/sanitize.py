@@ -23,6 +23,7 @@ from tests.cases import DTYPES
 
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 TOOL_SECONDS = 500
+SHAPES = ((128, 128, 64), (65, 131, 57), (1, 33, 64), (150, 150, 128), (400, 390, 64), (330, 330, 128), (200, 260, 256))
 ERRORS_FOUND = 99  # the exit code that is asked of a tool
 SUITE = (sys.executable, "-m", "tests.sanitize", "--suite")
 
@@ -67,7 +68,10 @@ def verdict(tool: str) -> str:
 
 
 def suite(dtypes: Sequence[str]) -> None:
-    """Every kernel: ragged tiles, grouped heads, every feature, packed sequences, both ways to sum dq, merges."""
+    """Every kernel: ragged tiles, grouped heads, every feature, packed sequences, both ways to sum dq, merges.
+
+    The longer rows, and the many short ones, take every place in shared memory more than once.
+    """
     import cupy
 
     cupy.cuda.set_allocator(None)  # an allocation each: nothing hides in a pool
@@ -85,16 +89,19 @@ def suite(dtypes: Sequence[str]) -> None:
 
     for name in dtypes:
         dtype, statistic = DTYPES[name], np.float64 if name == "float64" else np.float32
-        for len_q, len_k, dim in ((128, 128, 64), (65, 131, 57), (1, 33, 64), (150, 150, 128)):
+        for len_q, len_k, dim in SHAPES:
             q, k, v, dout = (
                 draw(dtype, 2, length, heads, dim) for length, heads in ((len_q, 4), (len_k, 2), (len_k, 2), (len_q, 4))
             )
             differentiate(cf.Attention(causal=True), q, k, v, dout)
             saved = cf.attn_fwd(q, k, v, causal=True, plan="fwd_generic")  # also where the GPU has others
             cf.attn_bwd(q, k, v, *saved, dout, causal=True, plan="bwd_generic")
+        q, k, v = (draw(dtype, 120, 40, heads, 64) for heads in (8, 2, 2))
+        cf.attn_fwd(q, k, v, causal=True)
         packed = draw(dtype, 2, 150, 8, 128)  # q, k and v in one array, read backwards and once for all batches
         q, k = packed[:, ::-1, :4], packed[:, :, 4:6]
         v = cupy.broadcast_to(packed[:1, :, 6:], k.shape)
+        dout = draw(dtype, *q.shape)
         differentiate(cf.Attention(causal=True), q, k, v, dout)
         given = {"bias": draw(dtype, 1, 4, 1, 150), "alibi_slopes": draw(statistic, 4), "sink": draw(statistic, 4)}
         differentiate(cf.Attention(window=(9, 2), softcap=2.0, dropout_p=0.2), q, k, v, dout, **given, seed=3)
