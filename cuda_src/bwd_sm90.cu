@@ -10,270 +10,142 @@
 //                          added to dq_accum by bulk reductions, each warp its own part
 //   at the end:  dv, scale dk              (bwd_finish brings scale dq home)
 //
+// Without kSumsDq the last product is left to bwd_dq_sm90.
 // Shared    k, v [kKeyTile, kHeadDim] for the whole block; q, dout [kStages][kQueryTile, kHeadDim]; ds [2][kQueryTile, kKeyTile]: all in
 //           panels of 64 columns, swizzled; dq of each warp in fragment order.
-// Barriers  full: the loader's arrival and its bytes, or all of the statistician's lanes. empty: one arrival a consumer, after the wait that
-//           proves its products done; of q one a thread, each for the statistics that it has read itself. Named, of both consumers: ds is
-//           written. One for each tile is enough, as ds has two places: whoever writes a place again has passed the barrier that the other
-//           reaches only after its product with it.
+// Barriers  of attn/key_tile.cuh. Named, of both consumers: ds is written. One for each tile is enough, as ds has two places: whoever
+//           writes a place again has passed the barrier that the other reaches only after its product with it.
 // Order     dk and dv: fixed, head by head and tile by tile. dq: the order in which blocks arrive.
-#include "attn/gradient.cuh"
-#include "ptx/load_shared.cuh"
-#include "ptx/setmaxnreg.cuh"
-#include "tile/warpgroup.cuh"
+#include "attn/key_tile.cuh"
 
 namespace cf {
 
-using warpgroup::kPanel;
-using warpgroup::kRows;
-using warpgroup::kWarpRows;
-using warpgroup::registers;
-using warpgroup::Ring;
-constexpr int kGroup = warpgroup::kThreads;
-constexpr int kConsumers = 2, kConsumerThreads = kConsumers * kGroup;
-constexpr int kThreads = kGroup + kConsumerThreads;
-static_assert(kThreads == kWarps * kWarpSize && kKeyTile == kConsumers * kRows && kHeadDim == kHeadDimV);
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // 128 x 40 + 256 x 232: what the launch gave
-constexpr int kPanels = kHeadDim / kPanel;
+static_assert(kKeyTile == kConsumers * kRows && kHeadDim == kHeadDimV);
 // dq is split so that each product is 64 x 64: by query rows, or by panels of columns.
 constexpr bool kSplitsRows = kQueryTile == kConsumers * kRows;
-static_assert(kSplitsRows ? kPanels == 1 : kQueryTile == kRows && kPanels == kConsumers);
-static_assert(kStages > 1, "the next tile's statistics are awaited before this one is done");
-static_assert(attn::kRowPad % kQueryTile == 0, "workspaces are padded to whole tiles");
+static_assert(!kSumsDq || (kSplitsRows ? kPanels == 1 : kQueryTile == kRows && kPanels == kConsumers));
 static_assert(!kHasSoftcap && !kHasAlibi && !kHasBias && !kHasDropout, "those are bwd_generic's");
 
 constexpr int kDsStages = 2;
 using DqFragment = warp::Fragment<1, kPanel / 8>;
 constexpr int kDqFloats = sizeof(DqFragment) / 4 * kWarpSize;  // of a warp
 
-struct alignas(16) Statistics {
-  float lse[kQueryTile], minus_delta[kQueryTile];  // (+inf, 0): the row takes no part
-  int has_absent;                                  // such a row
-  int has_coarse;                                  // an lse beyond kLargeExponent
-};
-
-// The query tiles of some heads, in order.
-struct Walk {
-  int head_begin, head_end, query_begin, query_end;
-
-  __device__ __forceinline__ Walk uniform() const {
-    return {warp::uniform(head_begin), warp::uniform(head_end), warp::uniform(query_begin), warp::uniform(query_end)};
-  }
-  // Calls f(head, first query of the tile).
-  template <class F>
-  __device__ __forceinline__ void for_each(const F& f) const {
-    for (int head = head_begin; head < head_end; ++head)
-      for (int query = query_begin; query < query_end; query += kQueryTile) f(head, query);
-  }
-};
-
-// What this block does: a key tile of a KV head, and the query tiles that see it.
-struct Job {
-  attn::Sequence sequence;
-  attn::Band<kIsMasked> band;
-  attn::Range queries;
-  Walk walk;
-  int kv_head;
-  int key_begin;
-
-  __device__ __forceinline__ Job(const Problem& problem, const attn::Work& work)
-      : sequence(work.sequence), band(problem, work.sequence), kv_head(work.head), key_begin(work.tile * kKeyTile) {
-    const int group = problem.heads_q / problem.heads_kv;
-    queries = band.queries_of(key_begin, min_of(key_begin + kKeyTile, sequence.len_k));
-    const bool is_seen = queries.begin < queries.end;
-    walk = {kv_head * group, is_seen ? (kv_head + 1) * group : 0, queries.begin / kQueryTile * kQueryTile, queries.end};
-  }
-  __device__ __forceinline__ bool is_idle() const { return walk.head_begin >= walk.head_end; }
-};
-
-struct alignas(1024) Smem {  // a swizzle repeats every 1024 bytes
-  warpgroup::Panels<Element, kPanels, kKeyTile> k, v;
-  warpgroup::Panels<Element, kPanels, kQueryTile> q[kStages], dout[kStages];
+template <bool kIsThere>
+struct DqTiles {
   warpgroup::Panels<Element, kConsumers, kQueryTile> ds[kDsStages];
   alignas(128) float dq[kConsumerThreads / kWarpSize][kDqFloats];
-  Statistics statistics[kStages];
-  Job job;
-  ptx::Barrier k_full, v_full, q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages], statistics_full[kStages];
+};
+template <>
+struct DqTiles<false> {};
+
+struct alignas(1024) Smem : Tiles, DqTiles<kSumsDq> {  // a swizzle repeats every 1024 bytes
+  Control control;
 };
 static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
-constexpr int kKeyPanelBytes = kKeyTile * kPanel * 2, kQueryPanelBytes = kQueryTile * kPanel * 2;
-constexpr int kQueryBytes = sizeof(Smem::q) / kStages, kDsBytes = sizeof(Smem::ds) / kDsStages;
+constexpr int kDsBytes = sizeof(DqTiles<true>::ds) / kDsStages;
 
-using ScoreFragment = warp::Fragment<1, kQueryTile / 8>;  // of keys x queries
 using KeyFragment = warp::Fragment<1, kHeadDim / 8>;
-using Packed = uint32[kQueryTile / 16][4];
 
-constexpr int kDsBarrier = 1;  // 0 is __syncthreads
+// What a consumer does for dq, or nothing.
+template <bool kIsThere>
+struct DqSum {
+  Smem& smem;
+  int consumer, warp_number;
+  uint64 ds, k;       // operands: this consumer's rows or columns
+  uint32 ds_row;      // where this lane writes its part of ds
+  int64 head_floats;  // from head to head in dq_accum
+  int64 first;        // in it: this warp's part, for head 0 and query 0
+  int place = 0;      // of ds
+  DqFragment dq;
 
-__device__ __forceinline__ void load(Smem& smem, const BwdSm90Params& params) {
-  const Job& job = smem.job;
-  const attn::Sequence& seq = job.sequence;
-  warpgroup::load(smem.k, params.k, smem.k_full, seq.k_begin + job.key_begin, job.kv_head, seq.batch);
-  warpgroup::load(smem.v, params.v, smem.v_full, seq.k_begin + job.key_begin, job.kv_head, seq.batch);
-  Ring<kStages> ring;
-  job.walk.for_each([&](int head, int query) {
-    ptx::mbarrier_wait(smem.q_empty[ring.stage], ring.parity ^ 1);
-    warpgroup::load(smem.q[ring.stage], params.q, smem.q_full[ring.stage], seq.q_begin + query, head, seq.batch);
-    ptx::mbarrier_wait(smem.dout_empty[ring.stage], ring.parity ^ 1);
-    warpgroup::load(smem.dout[ring.stage], params.dout, smem.dout_full[ring.stage], seq.q_begin + query, head, seq.batch);
-    ring.advance();
-  });
-}
-
-// By a whole warp. Rows that see none of these keys take no part, whatever they hold.
-__device__ __forceinline__ void prepare_statistics(Smem& smem, const BwdSm90Params& params) {
-  using Pair = attn::RowStats<float>;
-  const Job& job = smem.job;
-  const int64 rows = attn::padded_rows(params.problem), begin = attn::padded_begin(params.problem, job.sequence);
-  Ring<kStages> ring;
-  job.walk.for_each([&](int head, int query) {
-    const Pair* pairs = static_cast<const Pair*>(params.stats) + head * rows + begin + query;
-    Statistics& statistics = smem.statistics[ring.stage];
-    Pair mine[kQueryTile / kWarpSize];
-    bool is_absent = false, is_coarse = false;
+  __device__ __forceinline__ DqSum(int consumer, Smem& smem, const BwdSm90Params& params)
+      : smem(smem), consumer(consumer), warp_number(warp::uniform(threadIdx.x % kGroup / kWarpSize)) {
+    ds = ptx::descriptor(ptx::shared_address(smem.ds[0][0][kSplitsRows ? consumer * kRows : 0]), 16);
+    k = ptx::descriptor(ptx::shared_address(smem.k[kSplitsRows ? 0 : consumer]), 16);
+    head_floats = ptx::settled(attn::padded_rows(params.problem) * kHeadDim);
+    const int part = kSplitsRows ? (consumer * kRows + warp_number * kWarpRows) * kHeadDim
+                                 : warp_number * kWarpRows * kHeadDim + consumer * kDqFloats;
+    first = ptx::settled(attn::padded_begin(params.problem, smem.control.job.sequence) * kHeadDim + part);
+  }
+  // Before a tile's are written.
+  __device__ __forceinline__ void find_place() {
+    const int lane = ptx::settled(warp::lane());  // of stmatrix: 8 queries and 8 keys a matrix; settled as in `hide`
+    const int row = lane / 16 * 8 + lane % 8, chunk = 2 * warp_number + lane / 8 % 2;
+    ds_row = ptx::shared_address(&smem.ds[0][consumer][row][(chunk ^ row % 8) * 8]);
+  }
+  // ds of 16 queries.
+  __device__ __forceinline__ void write(int step, const uint32 (&pairs)[4]) const {
+    ptx::stmatrix_transposed(ds_row + place * kDsBytes + step * 16 * kPanel * 2, pairs);
+  }
+  // Issues dq = ds k over the keys, once ds of both consumers is there.
+  __device__ __forceinline__ void multiply() {
+    ptx::fence_async_proxy();
+    meet();
+    ptx::pin(registers(dq));
+    ptx::wgmma_fence();
+    const uint64 here = ptx::advance(ds, place * kDsBytes);
 #pragma unroll
-    for (int i = 0; i < kQueryTile / kWarpSize; ++i) {
-      const int row = i * kWarpSize + warp::lane();
-      mine[i] = pairs[row];
-      if (query + row < job.queries.begin || query + row >= job.queries.end) mine[i] = {kInfinity, 0};
-      is_absent |= mine[i].lse == kInfinity;
-      is_coarse |= attn::is_large(mine[i].lse);
+    for (int step = 0; step < kKeyTile / 16; ++step)
+      ptx::Wgmma<Element, kPanel>::template shared<true>(registers(dq), ptx::advance(here, step / 4 * kQueryPanelBytes + step % 4 * 32),
+                                                         ptx::advance(k, step * 16 * kPanel * 2), step > 0);
+    ptx::wgmma_commit();
+    place ^= 1;
+  }
+  // Behind the wait for it.
+  __device__ __forceinline__ void add(int head, int query, const BwdSm90Params& params) {
+    const int lane = warp::lane();
+    float* const stage = smem.dq[consumer * (kGroup / kWarpSize) + warp_number];
+    __builtin_assume(__isShared(stage));  // as behind a member it is not known to be
+    ptx::pin(registers(dq));
+    if (lane == 0) ptx::tma_wait_read();  // of the tile before
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < kPanel / 8; ++n) {
+      const float* x = dq.x[0][n];
+      reinterpret_cast<float4*>(stage)[n * kWarpSize + lane] = float4{x[0], x[1], x[2], x[3]};
     }
-    ptx::mbarrier_wait(smem.q_empty[ring.stage], ring.parity ^ 1);
-#pragma unroll
-    for (int i = 0; i < kQueryTile / kWarpSize; ++i) {
-      const int row = i * kWarpSize + warp::lane();
-      statistics.lse[row] = mine[i].lse;
-      statistics.minus_delta[row] = -mine[i].delta;
+    ptx::fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+      const int64 place = first + head * head_floats + static_cast<int64>(query) * kHeadDim;
+      ptx::bulk_reduce_add(static_cast<float*>(params.dq_accum) + place, stage, kDqFloats * 4);
+      ptx::tma_commit();
     }
-    is_absent = __any_sync(kFullWarp, is_absent);
-    is_coarse = __any_sync(kFullWarp, is_coarse);
-    if (warp::lane() == 0) {
-      statistics.has_absent = is_absent;
-      statistics.has_coarse = is_coarse;
-    }
-    ptx::mbarrier_arrive(smem.statistics_full[ring.stage]);
-    ring.advance();
-  });
-}
-
-// d = a b^T, or d += a b^T, over the head dim, a's 64 rows of a tile of kKeyTile and b a tile of kQueryTile.
-template <bool kAdds>
-__device__ __forceinline__ void multiply_scores(ScoreFragment& d, uint64 a, uint64 b) {
-#pragma unroll
-  for (int step = 0; step < kHeadDim / 16; ++step) {
-    const int panel = step / 4, inside = step % 4 * 32;
-    ptx::Wgmma<Element, kQueryTile>::template shared<false>(registers(d), ptx::advance(a, panel * kKeyPanelBytes + inside),
-                                                            ptx::advance(b, panel * kQueryPanelBytes + inside), kAdds || step > 0);
   }
-}
-// What dp - D is summed onto: so no subtraction stands beside the products.
-__device__ __forceinline__ void begin_with(ScoreFragment& dp, const float* minus_delta) {
-#pragma unroll
-  for (int n = 0; n < kQueryTile / 8; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) ptx::load_shared(dp.x[0][n][i], dp.x[0][n][i + 1], ptx::shared_address(minus_delta + 8 * n));
-}
-// d += a b over the queries.
-__device__ __forceinline__ void multiply_keys(KeyFragment& d, const Packed& a, uint64 b) {
-#pragma unroll
-  for (int step = 0; step < kQueryTile / 16; ++step)
-    ptx::Wgmma<Element, kHeadDim>::template registers<true>(registers(d), a[step], ptx::advance(b, step * 16 * kPanel * 2), true);
-}
-// d = ds k over the keys.
-__device__ __forceinline__ void multiply_queries(DqFragment& d, uint64 ds, uint64 k) {
-#pragma unroll
-  for (int step = 0; step < kKeyTile / 16; ++step)
-    ptx::Wgmma<Element, kPanel>::template shared<true>(registers(d), ptx::advance(ds, step / 4 * kQueryPanelBytes + step % 4 * 32),
-                                                       ptx::advance(k, step * 16 * kPanel * 2), step > 0);
-}
-
-// Scores of keys x queries become p. `lse`: of this lane's first column.
-__device__ __forceinline__ void to_probabilities(ScoreFragment& s, const float* lse, float fold, bool has_coarse) {
-#pragma unroll
-  for (int n = 0; n < kQueryTile / 8; ++n) {
-    const float2 pair = *reinterpret_cast<const float2*>(lse + 8 * n);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s.x[0][n][i] = ptx::fma(s.x[0][n][i], fold, i % 2 ? -pair.y : -pair.x);
+  __device__ __forceinline__ void finish() const {
+    if (warp::lane() == 0) ptx::tma_wait_read();  // shared memory outlives its copies
   }
-  if (has_coarse) {
-    __syncwarp();  // a branch, where selections would burden every tile; a positive exponent is then rounding
-#pragma unroll
-    for (int n = 0; n < kQueryTile / 8; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = s.x[0][n][i];
-        x = attn::is_large(lse[8 * n + i % 2]) && x > 0 ? 0.0f : x;
-      }
-  }
-#pragma unroll
-  for (int n = 0; n < kQueryTile / 8; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s.x[0][n][i] = ptx::exp2(s.x[0][n][i]);
-}
-
-// p of pairs that do not see each other becomes 0, whatever it was. `key` and `query`: of the warp's first element.
-__device__ __forceinline__ void hide(ScoreFragment& p, const attn::Band<kIsMasked>& band, int key, int query) {
-  __syncwarp();  // a branch, as above
-  const int lane = ptx::settled(warp::lane());  // settled: what follows from it is computed here, not kept in registers for all of a loop
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = key + lane / 4 + 8 * half, first_col = query + lane % 4 * 2;
-    const attn::Range visible = row < band.len_k ? band.queries_of(row, row + 1) : attn::Range{0, 0};
-    const uint32 bits = attn::columns_of({visible.begin - first_col, visible.end - first_col});
-#pragma unroll
-    for (int n = 0; n < kQueryTile / 8; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) p.x[0][n][2 * half + i] = bits >> (2 * n + i) & 1 ? p.x[0][n][2 * half + i] : 0.0f;
-  }
-}
-
-// dp - D of hidden pairs becomes 0, whatever dp and D hold.
-__device__ __forceinline__ void hide_gradient(ScoreFragment& dp, const ScoreFragment& p) {
-  __syncwarp();  // likewise
-#pragma unroll
-  for (int n = 0; n < kQueryTile / 8; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) dp.x[0][n][i] = p.x[0][n][i] == 0 ? 0.0f : dp.x[0][n][i];
-}
-
-// By both consumers: rows for which is_zeroed holds.
-template <int kTileRows, class Predicate>
-__device__ __forceinline__ void zero_rows(warpgroup::Panels<Element, kPanels, kTileRows>& tile, Predicate is_zeroed) {
-  constexpr int kChunk = 16 / sizeof(Element), kChunks = kPanel / kChunk;
-  for (int i = ptx::settled(static_cast<int>(threadIdx.x)) - kGroup; i < kPanels * kTileRows * kChunks; i += kConsumerThreads) {
-    const int row = i / kChunks % kTileRows;
-    if (is_zeroed(row)) *reinterpret_cast<uint4*>(&tile[i / kChunks / kTileRows][row][i % kChunks * kChunk]) = uint4{0, 0, 0, 0};
-  }
-}
-__device__ __forceinline__ void meet() { ptx::named_barrier_sync(kDsBarrier, kConsumerThreads); }
+};
+template <>
+struct DqSum<false> {
+  __device__ __forceinline__ DqSum(int, Smem&, const BwdSm90Params&) {}
+  __device__ __forceinline__ void find_place() {}
+  __device__ __forceinline__ void write(int, const uint32 (&)[4]) const {}
+  __device__ __forceinline__ void multiply() {}
+  __device__ __forceinline__ void add(int, int, const BwdSm90Params&) {}
+  __device__ __forceinline__ void finish() const {}
+};
 
 __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90Params& params) {
-  const Job& job = smem.job;
+  Control& control = smem.control;
+  const Job& job = control.job;
   const attn::Sequence& seq = job.sequence;
-  const int lane = warp::lane(), warp_number = warp::uniform(threadIdx.x % kGroup / kWarpSize);
   const bool is_lead = threadIdx.x % kGroup == 0;
-  const int key = warp::uniform(job.key_begin) + consumer * kRows + warp_number * kWarpRows;
+  const int key = warp::uniform(job.key_begin) + consumer * kRows + warp::uniform(threadIdx.x % kGroup / kWarpSize) * kWarpRows;
   const float fold = ptx::settled(static_cast<float>(kIsScaleNegative ? -params.scores.fold : params.scores.fold));
   const attn::Band<kIsMasked> band = job.band.uniform();
   const uint64 k_rows = ptx::descriptor(ptx::shared_address(smem.k[0][consumer * kRows]), 16);
   const uint64 v_rows = ptx::descriptor(ptx::shared_address(smem.v[0][consumer * kRows]), 16);
   const uint64 q = ptx::descriptor(ptx::shared_address(smem.q), kQueryPanelBytes);
   const uint64 dout = ptx::descriptor(ptx::shared_address(smem.dout), kQueryPanelBytes);
-  const uint64 ds = ptx::descriptor(ptx::shared_address(smem.ds[0][0][kSplitsRows ? consumer * kRows : 0]), 16);
-  const uint64 k_columns = ptx::descriptor(ptx::shared_address(smem.k[kSplitsRows ? 0 : consumer]), 16);
-  float* const dq_stage = smem.dq[consumer * (kGroup / kWarpSize) + warp_number];
-  const int64 head_floats = attn::padded_rows(params.problem) * kHeadDim;
-  float* const accum = static_cast<float*>(params.dq_accum) + attn::padded_begin(params.problem, seq) * kHeadDim +
-      (kSplitsRows ? (consumer * kRows + warp_number * kWarpRows) * kHeadDim : warp_number * kWarpRows * kHeadDim + consumer * kDqFloats);
+  DqSum<kSumsDq> dq(consumer, smem, params);
 
   KeyFragment dk, dv;
   dk.zero();
   dv.zero();
   Ring<kStages> ring;
-  int ds_stage = 0;
   if (!job.is_idle()) {
-    ptx::mbarrier_wait(smem.k_full, 0);
+    ptx::mbarrier_wait(control.k_full, 0);
     // Keys that no query sees take no part: theirs could reach dq.
     const attn::Range keys = band.keys_of(0, seq.len_q);
     const int first = keys.begin - job.key_begin, end = keys.end - job.key_begin;
@@ -282,44 +154,35 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
       ptx::fence_async_proxy();
       meet();
     }
-    ptx::mbarrier_wait(smem.v_full, 0);
+    ptx::mbarrier_wait(control.v_full, 0);
   }
   bool has_absent = false, has_coarse = false;
   const auto await_statistics = [&] {
-    ptx::mbarrier_wait(smem.statistics_full[ring.stage], ring.parity);
-    has_absent = warp::uniform(smem.statistics[ring.stage].has_absent);
-    has_coarse = warp::uniform(smem.statistics[ring.stage].has_coarse);
+    ptx::mbarrier_wait(control.statistics_full[ring.stage], ring.parity);
+    has_absent = warp::uniform(control.statistics[ring.stage].has_absent);
+    has_coarse = warp::uniform(control.statistics[ring.stage].has_coarse);
   };
   const Walk walk = job.walk.uniform();
   if (!job.is_idle()) await_statistics();
   walk.for_each([&](int head, int query) {
     const int stage = ring.stage, stage_bytes = stage * kQueryBytes;
-    const Statistics& statistics = smem.statistics[stage];
+    const Statistics& statistics = control.statistics[stage];
     ScoreFragment s, dp;
     begin_with(dp, statistics.minus_delta + warp::fragment_col(0));
-    ptx::mbarrier_wait(smem.q_full[stage], ring.parity);
+    ptx::mbarrier_wait(control.q_full[stage], ring.parity);
     const bool is_coarse = has_coarse;
-    if (has_absent) {  // were their q or dout a NaN, 0 times it would reach dk or dv
-      ptx::mbarrier_wait(smem.dout_full[stage], ring.parity);
-      const auto is_absent = [&](int row) { return statistics.lse[row] == kInfinity; };
-      zero_rows(smem.q[stage], is_absent);
-      zero_rows(smem.dout[stage], is_absent);
-      ptx::fence_async_proxy();
-      meet();
-    }
+    if (has_absent) zero_absent(smem, control, ring);
     ptx::pin(registers(s));
     ptx::pin(registers(dp));
     ptx::wgmma_fence();
-    multiply_scores<false>(s, k_rows, ptx::advance(q, stage_bytes));
+    multiply_scores<kHeadDim, false>(s, k_rows, ptx::advance(q, stage_bytes));
     ptx::wgmma_commit();
-    ptx::mbarrier_wait(smem.dout_full[stage], ring.parity);
+    ptx::mbarrier_wait(control.dout_full[stage], ring.parity);
     ptx::wgmma_fence();
-    multiply_scores<true>(dp, v_rows, ptx::advance(dout, stage_bytes));
+    multiply_scores<kHeadDim, true>(dp, v_rows, ptx::advance(dout, stage_bytes));
     ptx::wgmma_commit();
 
-    const int row_lane = ptx::settled(lane);  // of stmatrix: 8 queries and 8 keys a matrix; settled as in `hide`
-    const int ds_row = row_lane / 16 * 8 + row_lane % 8, ds_chunk = 2 * warp_number + row_lane / 8 % 2;
-    const uint32 ds_place = ptx::shared_address(&smem.ds[0][consumer][ds_row][(ds_chunk ^ ds_row % 8) * 8]);
+    dq.find_place();
     const bool has_hidden = !band.is_full(query, kQueryTile, key, kWarpRows);
     ptx::wgmma_wait<1>();
     ptx::pin(registers(s));
@@ -337,59 +200,32 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
         for (int i = 0; i < 4; ++i) dp.x[0][n][i] *= s.x[0][n][i];
       warpgroup::pack_pairs<Element>(p[step], s, step);
       warpgroup::pack_pairs<Element>(ds_pairs[step], dp, step);
-      ptx::stmatrix_transposed(ds_place + ds_stage * kDsBytes + step * 16 * kPanel * 2, ds_pairs[step]);
+      dq.write(step, ds_pairs[step]);
     }
     ptx::pin(registers(dv));
     ptx::wgmma_fence();
-    multiply_keys(dv, p, ptx::advance(dout, stage_bytes));
+    multiply_queries<kHeadDim>(dv, p, ptx::advance(dout, stage_bytes));
     ptx::wgmma_commit();
-    ptx::fence_async_proxy();
-    meet();
-    DqFragment dq;
-    ptx::pin(registers(dq));
-    ptx::wgmma_fence();
-    multiply_queries(dq, ptx::advance(ds, ds_stage * kDsBytes), k_columns);
-    ptx::wgmma_commit();
+    dq.multiply();
     ptx::pin(registers(dk));
     ptx::wgmma_fence();
-    multiply_keys(dk, ds_pairs, ptx::advance(q, stage_bytes));
+    multiply_queries<kHeadDim>(dk, ds_pairs, ptx::advance(q, stage_bytes));
     ptx::wgmma_commit();
     ptx::wgmma_wait<1>();
     ptx::pin(registers(dv));
-    if (is_lead) ptx::mbarrier_arrive(smem.dout_empty[stage]);
-    ptx::pin(registers(dq));
-    if (lane == 0) ptx::tma_wait_read();  // of the tile before
-    __syncwarp();
-#pragma unroll
-    for (int n = 0; n < kPanel / 8; ++n) {
-      const float* x = dq.x[0][n];
-      reinterpret_cast<float4*>(dq_stage)[n * kWarpSize + lane] = float4{x[0], x[1], x[2], x[3]};
-    }
-    ptx::fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) {
-      ptx::bulk_reduce_add(accum + head * head_floats + static_cast<int64>(query) * kHeadDim, dq_stage, kDqFloats * 4);
-      ptx::tma_commit();
-    }
+    if (is_lead) ptx::mbarrier_arrive(control.dout_empty[stage]);
+    dq.add(head, query, params);
     ring.advance();
-    ds_stage ^= 1;
-    if (head + 1 < walk.head_end || query + kQueryTile < walk.query_end) await_statistics();  // under the last product
+    if (!walk.is_last(head, query)) await_statistics();  // under the last product
     ptx::wgmma_wait<0>();
     ptx::pin(registers(dk));
-    ptx::mbarrier_arrive(smem.q_empty[stage]);
+    ptx::mbarrier_arrive(control.q_empty[stage]);
   });
 
-  // Keys past the live ones still get their zeros.
-  const int rows = seq.all_k - key;
-#pragma unroll
-  for (int n = 0; n < kHeadDim / 8; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) dk.x[0][n][i] = ptx::fma(dk.x[0][n][i], static_cast<float>(params.scores.scale), 0.0f);  // never -0
-  GradElement* const dk_rows = attn::rows<GradElement>(params.dk, seq, seq.k_begin, job.kv_head, key);
-  GradElement* const dv_rows = attn::rows<GradElement>(params.dv, seq, seq.k_begin, job.kv_head, key);
-  warp::store_global<GradElement, kCopyBytes, kAccumulate>(dk_rows, params.dk.stride_n, rows, params.problem.head_dim, dk);
-  warp::store_global<GradElement, kCopyBytes, kAccumulate>(dv_rows, params.dv.stride_n, rows, params.problem.head_dim_v, dv);
-  if (lane == 0) ptx::tma_wait_read();  // shared memory outlives its copies
+  scale(dk, static_cast<float>(params.scores.scale));
+  store_gradient(params.dk, job, key, params.problem.head_dim, dk);
+  store_gradient(params.dv, job, key, params.problem.head_dim_v, dv);
+  dq.finish();
 }
 
 }  // namespace cf
@@ -400,28 +236,11 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __g
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const attn::Work work = attn::find_work<false, kKeyTile>(params.problem, blockIdx.x);
   if (work.tile < 0) return;
-  if (threadIdx.x == 0) {
-    ptx::mbarrier_init(smem.k_full, 1);
-    ptx::mbarrier_init(smem.v_full, 1);
-#pragma unroll
-    for (int stage = 0; stage < kStages; ++stage) {
-      ptx::mbarrier_init(smem.q_full[stage], 1);
-      ptx::mbarrier_init(smem.dout_full[stage], 1);
-      ptx::mbarrier_init(smem.statistics_full[stage], kWarpSize);
-      ptx::mbarrier_init(smem.q_empty[stage], kConsumerThreads);
-      ptx::mbarrier_init(smem.dout_empty[stage], kConsumers);
-    }
-    ptx::mbarrier_init_fence();
-    smem.job = Job(params.problem, work);
-  }
+  if (threadIdx.x == 0) prepare_block(smem.control, params.problem, work);
   __syncthreads();
   const int group = warp::uniform(threadIdx.x / kGroup);
   if (group == 0) {
-    ptx::give_registers<kProducerRegisters>();
-    const int role = threadIdx.x / kWarpSize;
-    if (smem.job.is_idle()) return;
-    if (role == 0 && warp::lane() == 0) load(smem, params);
-    if (role == 1) prepare_statistics(smem, params);
+    produce(smem, smem.control, params);
   } else {
     ptx::take_registers<kConsumerRegisters>();
     consume(group - 1, smem, params);

@@ -218,7 +218,8 @@ class _Ready(NamedTuple):
     """A form of call that nothing is left to decide about."""
 
     plan: Any
-    workspace_bytes: int
+    workspace_bytes: int  # that a caller's must have, wherever arrays lie
+    used_bytes: int
     work: Work
     results: Any  # the named tuple to return
 
@@ -229,7 +230,8 @@ def _make_ready(judged: Judged, override: Any) -> _Ready:
     plan = backend.plan(spec, call, backward=backward, override=override)
     work = (backend.backward if backward else backend.forward)(spec, call, plan)
     results = _GRADS[call.dbias is not None, call.dsink is not None] if backward else AttnOutput
-    return _Ready(plan, backend.workspace_bytes(spec, call, backward=backward), work, results)
+    needed = backend.workspace_bytes(spec, call, backward=backward)
+    return _Ready(plan, needed, backend.plan_bytes(spec, call, plan), work, results)
 
 
 @functools.lru_cache(maxsize=_check.FORMS)
@@ -251,8 +253,8 @@ class PreparedCall:
             _check.check_workspace(adopted, ready.workspace_bytes)
         for name, (shape, dtype) in judged.outputs.items():
             views[name] = adopted.empty(shape, dtype)
-        if ready.workspace_bytes and "workspace" not in views:
-            views["workspace"] = adopted.empty((ready.workspace_bytes,), "uint8")
+        if ready.used_bytes and "workspace" not in views:
+            views["workspace"] = adopted.empty((ready.used_bytes,), "uint8")
         self.checked, self.ready = checked, ready
 
     def __call__(self) -> Any:
@@ -294,8 +296,8 @@ class _Accepted(NamedTuple):
         for name, shape, dtype in outputs:
             raw, given[name] = library.empty(shape, dtype, place)
             made.append(raw)
-        if ready.workspace_bytes:
-            _, given["workspace"] = library.empty((ready.workspace_bytes,), "uint8", place)
+        if ready.used_bytes:
+            _, given["workspace"] = library.empty((ready.used_bytes,), "uint8", place)
         ready.work(given, library.stream(place))
         return ready.results(*made)
 

@@ -67,6 +67,11 @@ def workspace_bytes(spec: Spec, call: Call, *, backward: bool) -> int:
     return 0
 
 
+def plan_bytes(spec: Spec, call: Call, plan: NumpyPlan) -> int:
+    """Likewise."""
+    return 0
+
+
 def forward(spec: Spec, call: Call, plan: NumpyPlan) -> Work:
     """To write out and lse."""
     return lambda given, _: _forward(spec, filled(call, given), plan)

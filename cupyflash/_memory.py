@@ -164,14 +164,15 @@ def memory_plan(
     grads = sum(_bytes(*bwd.outputs[name]) for name in ("dq", "dk", "dv"))
     pairs = sum(len_q * len_k for len_q, len_k in _lengths(bwd.call))
     probabilities = pairs * bwd.spec.heads_q * arrays["q"].itemsize
-    workspace = _cuda.workspace_of(bwd.spec, bwd.call, bwd_plan)
+    workspace = _cuda.plan_bytes(bwd.spec, bwd.call, bwd_plan)
     # dout comes to the preprocess and to the main kernel; dq's own kernel, if any, reads all inputs. dq's sums are
     # zeroed, read and written by reductions, and read; else the workspace is (lse, delta), written once and read twice.
-    read_again, crossings = (q + k + v + 2 * out, 3) if deterministic else (out, 4)
+    has_dq_kernel = bwd_plan.dq is not None
+    read_again, crossings = (q + k + v + 2 * out, 3) if has_dq_kernel else (out, 4)
 
     forward_flops, scores_flops = _flops(attention, fwd), _flops(attention, fwd, head_dim_v=0)
     multiplications = pairs * bwd.spec.heads_q * (bwd.spec.head_dim + bwd.spec.head_dim_v)  # of S and P V, all pairs
-    again = forward_flops if deterministic else 0  # dq's own kernel makes S and dP once more
+    again = forward_flops if has_dq_kernel else 0  # dq's own kernel makes S and dP once more
     return MemoryPlan(
         q_shape=arrays["q"].shape,
         k_shape=arrays["k"].shape,
@@ -188,8 +189,8 @@ def memory_plan(
         probabilities_bytes=probabilities,
         standard_saved_bytes=q + k + v + probabilities,
         forward_gemms=2,
-        backward_gemms=_STANDARD_BACKWARD_GEMMS + (3 if deterministic else 1),
-        recomputed_gemms=3 if deterministic else 1,
+        backward_gemms=_STANDARD_BACKWARD_GEMMS + (3 if has_dq_kernel else 1),
+        recomputed_gemms=3 if has_dq_kernel else 1,
         forward_flops=forward_flops,
         backward_flops=_flops(attention, bwd, backward=True) + again,
         recomputed_flops=scores_flops + again,
@@ -346,7 +347,7 @@ def _query_tiles_read(band: _Band, tile: int, columns: int, key_columns: int) ->
 
 
 def _backward_traffic(spec: Spec, call: Call, plan: BackwardPlan, workspace: int) -> int:
-    """`bwd_preprocess`, `bwd_generic`, and `bwd_finish` or, if deterministic, `bwd_dq_generic`.
+    """The preprocess, the main kernel, and `bwd_finish` or dq's own kernel.
 
     A reduction into the dq sums counts as one writing.
     """
@@ -364,13 +365,13 @@ def _backward_traffic(spec: Spec, call: Call, plan: BackwardPlan, workspace: int
         first, last = band.queries_of(begin, end)
         seen = last > first
         steps = int((-(-last // main.query_tile) - first // main.query_tile)[seen].sum())  # query tiles, all key tiles'
-        per_step = main.query_tile * 2 * row + (0 if spec.deterministic else main.query_tile * main.head_dim * row)
+        per_step = main.query_tile * 2 * row + (main.query_tile * main.head_dim * row if plan.dq is None else 0)
         per_query_head += int((last - first).sum()) * both * item + steps * per_step
         keys = np.minimum(end, band.len_q + band.high) - np.maximum(begin, band.low)  # that some query sees
         per_kv_head += int(np.maximum(keys, 0)[seen].sum()) * both * item + band.len_k * both * grad
 
-        if spec.deterministic:
-            tile = plan.dq.constants.query_tile if plan.dq else main.query_tile
+        if plan.dq is not None:
+            tile = plan.dq.constants.query_tile
             per_query_head += item * _query_tiles_read(band, tile, both, both) + rows * 2 * row
         else:
             per_query_head += -(-rows // 16) * 16 * -(-spec.head_dim // 16) * 16 * row

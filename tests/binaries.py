@@ -134,17 +134,24 @@ def hopper_forwards(device: Device) -> dict[str, Plan[Any]]:
 
 
 def hopper_backwards(device: Device) -> dict[str, Plan[Any]]:
-    """Name to plan: bwd_sm90 in every binary that a call can get, where rows are aligned."""
-    found: dict[str, Plan[Any]] = {}
-    axes = ("bfloat16", "float16"), (64, 128), Mask, ("as inputs", "float32"), (False, True), (False, True)
-    for dtype, dim, mask, grad, accumulate, is_negative in itertools.product(*axes):
-        changes: dict[str, Any] = {"mask": mask, "accumulate": accumulate}
-        if grad != "as inputs":
-            changes["grad_dtype"] = grad
-        plan = plan_backward(spec(dtype, dim, features=Features(negative_scale=is_negative), **changes), device).main
-        assert plan.kernel == "bwd_sm90", plan.why
-        found[f"{dtype}, {dim}, {mask.name}, gradients {grad}, {accumulate=}, {is_negative=}"] = plan
-    return found
+    """Name to plan: Hopper's kernels of a backward in every tile, and each switch of theirs with every tile."""
+    changes: dict[str, dict[str, Any]] = {
+        "plain": {"mask": Mask.NONE},
+        "masked": {},
+        "negative scale": {"features": Features(negative_scale=True)},
+        "float16": {"dtype": "float16"},
+        "added to": {"accumulate": True},
+        "in float32": {"grad_dtype": "float32"},
+    }
+    found: dict[Any, tuple[str, Plan[Any]]] = {}
+    shapes = ((64, 64), (128, 128), (192, 192), (192, 128), (256, 256))
+    for (dim, dim_v), (name, change), deterministic in itertools.product(shapes, changes.items(), (False, True)):
+        asked = spec(**{"dim": dim, "dim_v": dim_v, "mask": Mask.BAND, "deterministic": deterministic} | change)
+        for plan in plan_backward(asked, device)[1:3]:
+            if plan is not None:
+                assert plan.target == "sm_90a", plan.why
+                found.setdefault(plan.binary, (f"{plan.kernel} {name}, {dim}, {dim_v}, {deterministic=}", plan))
+    return dict(found.values())
 
 
 def everything(device: Device) -> dict[Any, Plan[Any]]:

@@ -59,11 +59,12 @@ def test_no_tile_of_hoppers_forward_spills(pool: ProcessPoolExecutor) -> None:
 
 
 @pytest.mark.timeout(1800)
-def test_no_tile_of_hoppers_backward_spills(pool: ProcessPoolExecutor) -> None:
+def test_no_tile_of_hoppers_backward_spills_unrecorded(pool: ProcessPoolExecutor) -> None:
     named = binaries.hopper_backwards(KNOWN[90])
-    assert len({plan.binary for plan in named.values()}) == len(named)
     reports = dict(zip(named, pool.map(binaries.compile_to_report, named.values()), strict=True))
-    assert not {name: report for name, report in reports.items() if report.log or report.spill_bytes}
+    for name, report in reports.items():
+        allowed, _ = tiles.SPILLS.get(binaries.allowance_key(named[name].constants), (0, ""))
+        assert not report.log and report.spill_bytes <= allowed, (name, report)
 
 
 def test_recorded_spills_belong_to_tiles_that_exist() -> None:

@@ -114,11 +114,12 @@ def test_wild_offsets_stay_inside_the_arrays(gpu: CupyBackend, offsets: list[int
         assert (gpu.get(array[rows:]) == 7).all()
 
 
-def test_empty_rows_do_not_touch_a_nan_in_dout(gpu: CupyBackend, rng: Random) -> None:
+@pytest.mark.parametrize(("dtype", "dim"), [(np.float32, 64), (BF16, 64), (BF16, 128), (BF16, 256)])
+def test_empty_rows_do_not_touch_a_nan_in_dout(gpu: CupyBackend, dtype: Any, dim: int, rng: Random) -> None:
     """Rows that see nothing beside rows that do, in one tile: whatever their dout is, gradients are as with zeros."""
-    arrays = [gpu.put(_draw(rng, 1, length, 2, 64, dtype=np.float32)) for length in (200, 90, 90)]
+    arrays = [gpu.put(_draw(rng, 1, length, 2, dim, dtype=dtype)) for length in (200, 90, 90)]
     saved = cf.attn_fwd(*arrays, causal=True)
-    dout = _draw(rng, 1, 200, 2, 64, dtype=np.float32)
+    dout = _draw(rng, 1, 200, 2, dim, dtype=dtype)
     zeros, poisoned = dout.copy(), dout.copy()
     zeros[:, :110] = 0
     poisoned[:, :110] = np.nan
@@ -127,21 +128,21 @@ def test_empty_rows_do_not_touch_a_nan_in_dout(gpu: CupyBackend, rng: Random) ->
             cf.attn_bwd(*arrays, *saved, gpu.put(gradient), causal=True, deterministic=deterministic)
             for gradient in (zeros, poisoned)
         )
-        assert not gpu.get(grads.dq)[:, :110].any()
-        assert np.isfinite(gpu.get(grads.dq)).all()
+        dq = gpu.get(grads.dq).astype(np.float32)
+        assert not dq[:, :110].any() and np.isfinite(dq).all()
         for name in ("dq", "dk", "dv") if deterministic else ("dk", "dv"):
             assert gpu.get(getattr(grads, name)).tobytes() == gpu.get(getattr(clean, name)).tobytes(), name
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.float32])
-@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize(("is_plain", "dim"), [(False, 64), (True, 64), (True, 128), (True, 192), (True, 256)])
 def test_deterministic_calls_repeat_beside_a_busy_stream(
-    gpu: CupyBackend, dtype: Any, is_plain: bool, rng: Random
+    gpu: CupyBackend, dtype: Any, is_plain: bool, dim: int, rng: Random
 ) -> None:
     """100 times, grouped heads, dbias and dsink too, while another stream's work comes between the blocks."""
     cupy = gpu.xp
-    q, dout = (gpu.put(_draw(rng, 2, 333, 6, 64, dtype=dtype)) for _ in range(2))
-    k, v = (gpu.put(_draw(rng, 2, 401, 2, 64, dtype=dtype)) for _ in range(2))
+    q, dout = (gpu.put(_draw(rng, 2, 333, 6, dim, dtype=dtype)) for _ in range(2))
+    k, v = (gpu.put(_draw(rng, 2, 401, 2, dim, dtype=dtype)) for _ in range(2))
     given = {
         "bias": gpu.put(_draw(rng, 6, 333, 401, dtype=np.float32)),
         "sink": gpu.put(_draw(rng, 6, dtype=np.float32)),
@@ -347,23 +348,34 @@ def test_hoppers_tiles_drop_what_the_generic_ones_drop(
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 30)}, {"scale": -0.1}], ids=str)
 @pytest.mark.parametrize(
     "sizes",
-    [(2, 6, 3, 700, 700, 128), (1, 8, 1, 1500, 1111, 64), (3, 2, 2, 129, 1, 128), (2, 4, 2, 65, 900, 96)],
+    [
+        (2, 6, 3, 700, 700, 128, 128),
+        (1, 8, 1, 1500, 1111, 64, 64),
+        (3, 2, 2, 129, 1, 128, 128),
+        (2, 4, 2, 65, 900, 96, 96),
+        (2, 4, 2, 700, 650, 256, 256),
+        (1, 6, 2, 333, 129, 192, 128),
+        (2, 2, 1, 1, 300, 64, 200),
+    ],
     ids=lambda sizes: "-".join(map(str, sizes)),
 )
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_hoppers_backward_is_the_generic_one(
-    gpu: CupyBackend, sizes: tuple[int, ...], options: dict[str, Any], rng: Random
+    gpu: CupyBackend, sizes: tuple[int, ...], options: dict[str, Any], deterministic: bool, rng: Random
 ) -> None:
     """Many tiles of heads that share keys, ragged ends; outputs and workspace poisoned."""
-    batch, heads_q, heads_kv, len_q, len_k, dim = sizes
-    q, dout = (gpu.put(_draw(rng, batch, len_q, heads_q, dim)) for _ in range(2))
-    k, v = (gpu.put(_draw(rng, batch, len_k, heads_kv, dim)) for _ in range(2))
-    _compare_backwards(gpu, cf.Attention(**options), {"q": q, "k": k, "v": v}, dout)
+    batch, heads_q, heads_kv, len_q, len_k, dim, dim_v = sizes
+    q, dout = (gpu.put(_draw(rng, batch, len_q, heads_q, width)) for width in (dim, dim_v))
+    k, v = (gpu.put(_draw(rng, batch, len_k, heads_kv, width)) for width in (dim, dim_v))
+    _compare_backwards(gpu, cf.Attention(**options, deterministic=deterministic), {"q": q, "k": k, "v": v}, dout)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("dim", "deterministic"), [(64, False), (128, False), (64, True), (128, True), (192, False), (256, False)]
+)
 def test_hoppers_backward_of_packed_sequences_is_the_generic_one(
-    gpu: CupyBackend, dim: int, causal: bool, rng: Random
+    gpu: CupyBackend, dim: int, deterministic: bool, causal: bool, rng: Random
 ) -> None:
     """Empty sequences, few live keys, and NaN in every row that no sequence covers."""
     lengths = np.array([0, 300, 1, 129, 0, 64, 517])
@@ -374,7 +386,8 @@ def test_hoppers_backward_of_packed_sequences_is_the_generic_one(
     arrays = {name: gpu.put(x) for name, x in (("q", q), ("k", k), ("v", v))}
     arrays |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
     arrays["seqused_k"] = gpu.put(np.array([0, 200, 1, 129, 0, 0, 400], np.int32))
-    _compare_backwards(gpu, cf.Attention(layout="thd", causal=causal), arrays, gpu.put(dout))
+    attention = cf.Attention(layout="thd", causal=causal, deterministic=deterministic)
+    _compare_backwards(gpu, attention, arrays, gpu.put(dout))
 
 
 def _compare_backwards(gpu: CupyBackend, attention: cf.Attention, arrays: dict[str, Any], dout: Any) -> None:

@@ -115,11 +115,14 @@ def test_a_caller_may_change_tiles_and_nothing_else() -> None:
         validate("fwd_generic", chosen, KNOWN[90])
 
 
-def test_hoppers_backward_needs_two_stages() -> None:
-    chosen = plan_backward(spec(), KNOWN[90])
-    single = chosen._replace(main=replace(chosen.main, constants=replace(chosen.main.constants, stages=1)))
-    with pytest.raises(ValueError, match="stages=1"):
-        validate(single, chosen, KNOWN[90])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_hoppers_backward_needs_two_stages(dim: int) -> None:
+    chosen = plan_backward(spec(dim=dim, deterministic=True), KNOWN[90])
+    for which in ("main", "dq"):
+        plan = getattr(chosen, which)
+        single = chosen._replace(**{which: replace(plan, constants=replace(plan.constants, stages=1))})
+        with pytest.raises(ValueError, match="stages=1"):
+            validate(single, chosen, KNOWN[90])
 
 
 def test_a_negative_scale_is_a_switch_only_where_scores_stay_raw() -> None:
@@ -167,7 +170,11 @@ def test_hopper_has_its_own_forward(request_name: str, dtype: str, dims: tuple[i
             assert other.kernel == "fwd_generic" and "sm90" not in other.why
 
 
-@pytest.mark.parametrize("dims", [(8, 8), (40, 40), (64, 64), (96, 96), (128, 128), (128, 64), (64, 128)], ids=str)
+@pytest.mark.parametrize(
+    "dims",
+    [(8, 8), (40, 40), (64, 64), (96, 96), (128, 128), (128, 64), (192, 128), (192, 192), (64, 256), (256, 256)],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
     "changes",
@@ -179,14 +186,23 @@ def test_hopper_has_its_own_forward(request_name: str, dtype: str, dims: tuple[i
         {"heads_q": 16, "heads_kv": 2},
         {"grad_dtype": "float32", "accumulate": True},
         {"out_dtype": "float32", "dout_dtype": "float32"},
+        {"deterministic": True},
+        {"deterministic": True, "mask": Mask.BAND, "features": Features(negative_scale=True)},
     ],
     ids=str,
 )
 def test_hopper_has_its_own_backward(changes: dict[str, Any], dtype: str, dims: tuple[int, int]) -> None:
     asked = spec(dtype, *dims, **changes)
-    plan = plan_backward(asked, KNOWN[90]).main
-    assert plan.kernel == "bwd_sm90" and plan.target == "sm_90a"
-    assert plan.constants.head_dim == plan.constants.head_dim_v == (64 if max(dims) <= 64 else 128)
+    plan = plan_backward(asked, KNOWN[90])
+    main, dq = plan.main, plan.dq
+    assert main.kernel == ("bwd_sm90" if max(dims) <= 128 else "bwd_dkv_sm90") and main.target == "sm_90a"
+    if max(dims) <= 128:
+        assert main.constants.head_dim == main.constants.head_dim_v == (64 if max(dims) <= 64 else 128)
+    if max(dims) > 128 or asked.deterministic:
+        assert dq is not None and dq.kernel == "bwd_dq_sm90" and dq.target == "sm_90a"
+        assert dims[0] <= dq.constants.head_dim < dims[0] + 64 and dims[1] <= dq.constants.head_dim_v < dims[1] + 64
+    else:
+        assert dq is None
     for device in GPUS:
         if device.arch != 90:
             assert plan_backward(asked, device).main.kernel == "bwd_generic"
@@ -195,13 +211,10 @@ def test_hopper_has_its_own_backward(changes: dict[str, Any], dtype: str, dims: 
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (spec(dim=136), "head dims up to 128, not 136"),
-        (spec(dim=64, dim_v=192), "head dims up to 128, not 192"),
         (spec(features=Features(softcap=True)), "no softcap, ALiBi, bias or dropout"),
         (spec(features=Features(alibi=True)), "no softcap"),
         (spec(features=Features(bias=True), bias_dtype="float32", dbias_dtype="float32"), "no softcap"),
         (spec(features=Features(dropout=True)), "no softcap"),
-        (spec(deterministic=True), "no fixed order"),
         (spec("float32"), "not float32"),
         (spec(align=8), "aligned to 8 bytes"),
         (spec(has_boxes=False), "negative stride"),
@@ -277,6 +290,13 @@ def test_a_kernel_may_be_named() -> None:
     assert best == plan_backward(spec(), KNOWN[90])
     other: Any = named("bwd_generic", spec(), KNOWN[90], is_backward=True)
     assert other.main.kernel == "bwd_generic" and other == best._replace(main=other.main)
+    for asked in (
+        spec(dim=256),
+        spec(deterministic=True),
+    ):  # with a kernel for dq, whose own kind goes with the main one
+        wide: Any = named("bwd_generic", asked, KNOWN[90], is_backward=True)
+        assert wide.main.kernel == "bwd_generic"
+        assert wide.dq.kernel == "bwd_dq_generic" if asked.deterministic else wide.dq is None
     for name, device, backward, accepted in (
         ("fwd_sm90", KNOWN[80], False, "'fwd_generic' is"),
         ("bwd_generic", KNOWN[90], False, "'fwd_generic' or 'fwd_sm90' is"),

@@ -123,17 +123,18 @@ struct BwdParams {              // of bwd_generic and bwd_dq_generic
   void* dq_accum;               // in fragment order, see bwd_finish
 };
 
-struct BwdSm90Params {
+struct BwdSm90Params {          // of bwd_sm90, bwd_dkv_sm90 and bwd_dq_sm90
   TensorMap q;                  // boxes of 64 columns and kQueryTile rows
   TensorMap k;                  // ... kKeyTile rows
   TensorMap v;
   TensorMap dout;               // ... kQueryTile rows
   Problem problem;
   Scores scores;
+  Tensor dq;                    // [B, Nq, Hq, D], of bwd_dq_sm90
   Tensor dk;                    // [B, Nk, Hkv, D]
   Tensor dv;                    // [B, Nk, Hkv, Dv]
   const void* stats;            // as above
-  void* dq_accum;
+  void* dq_accum;               // of bwd_sm90
 };
 
 struct BwdBiasParams {

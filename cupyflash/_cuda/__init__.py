@@ -16,7 +16,6 @@ from .constants import (
     SM90_WARP_ROWS,
     BwdDbiasGeneric,
     BwdPreprocess,
-    BwdSm90,
     FwdGeneric,
     FwdSm90,
     MergeStates,
@@ -49,8 +48,9 @@ def plan(spec: Spec, call: Call, *, backward: bool, override: object | None = No
         raise UnsupportedError(f"{call.function}: {error}") from None
     if isinstance(override, str):
         return _plan.named(override, spec, device, is_backward=backward)
-    if isinstance(override, Plan) and not backward:
-        chosen = _plan.named(override.kernel, spec, device, is_backward=False)
+    if isinstance(override, BackwardPlan if backward else Plan):
+        kernel = override.main.kernel if isinstance(override, BackwardPlan) else override.kernel
+        chosen = _plan.named(kernel, spec, device, is_backward=backward)
     return chosen if override is None else _plan.validate(override, chosen, device)
 
 
@@ -109,12 +109,16 @@ def workspace_bytes(spec: Spec, call: Call, *, backward: bool) -> int:
     """Bytes beyond the results: a backward's (lse, delta) pairs, dq sums, dsink's parts, and dout where rounded."""
     if not backward:
         return 0
-    # As if every array were walked at its best: where they lie changes no size, and the best plan needs most.
-    return workspace_of(spec, call, _plan.backward(replace(spec, align=16, has_boxes=True), _device.of(call.device)))
+    # Where arrays lie changes no size: it is for the best plan, and for arrays that the copy engine cannot walk.
+    device = _device.of(call.device)
+    plans = [_plan.backward(replace(spec, align=16, has_boxes=boxes), device) for boxes in (True, False)]
+    return max(plan_bytes(spec, call, plan) for plan in plans)
 
 
-def workspace_of(spec: Spec, call: Call, plan: BackwardPlan) -> int:
-    """The same, of a backward by this plan."""
+def plan_bytes(spec: Spec, call: Call, plan: Plan[Any] | BackwardPlan) -> int:
+    """What a call by this plan uses of its workspace."""
+    if not isinstance(plan, BackwardPlan):
+        return 0
     return sum(_aligned(size) for size in _workspace_parts(spec, call, plan))
 
 
@@ -132,19 +136,22 @@ def backward(spec: Spec, call: Call, plan: BackwardPlan) -> Work:
     dout = _rounded(spec, _given(call.dout), rounded) if rounded else call.dout
     changes = scores(spec, call)
     inputs = (*changes, *rows(call.q), *rows(call.k), *rows(call.v), *rows(dout))
-    gradients = (*rows(call.dq), *rows(call.dk), *rows(call.dv), stats, dq_accum)
-    key_blocks = _blocks(call, call.len_k, main.key_tile, spec.heads_kv)
-    if isinstance(main, BwdSm90):
-        heights = (call.q, main.query_tile), (call.k, main.key_tile), (call.v, main.key_tile), (dout, main.query_tile)
-        boxes = [word for view, height in heights for word in tensor_map(_given(view), height, call.device)]
-        written = (*rows(call.dk), *rows(call.dv), stats, dq_accum)
-        schedule.launch(plan.main, key_blocks, (*boxes, *where, *changes, *written))
-    else:
-        schedule.launch(plan.main, key_blocks, (*where, *inputs, *gradients))
+    written = (*rows(call.dq), *rows(call.dk), *rows(call.dv), stats, dq_accum)
+
+    def launch(one: Plan[Any], blocks: int, where: tuple[Any, ...]) -> None:
+        c = one.constants
+        if one.target == "sm_90a":
+            heights = (call.q, c.query_tile), (call.k, c.key_tile), (call.v, c.key_tile), (dout, c.query_tile)
+            boxes = [word for view, height in heights for word in tensor_map(_given(view), height, call.device)]
+            schedule.launch(one, blocks, (*boxes, *where, *changes, *written))
+        else:
+            schedule.launch(one, blocks, (*where, *inputs, *written))
+
+    launch(plan.main, _blocks(call, call.len_k, main.key_tile, spec.heads_kv), where)
     if plan.dq is not None:
         tile = plan.dq.constants.query_tile
-        values = (*problem(spec, call, tile, main.key_tile), *inputs, *gradients)
-        schedule.launch(plan.dq, _blocks(call, call.len_q, tile, spec.heads_q), values)
+        of_dq = problem(spec, call, tile, plan.dq.constants.key_tile)
+        launch(plan.dq, _blocks(call, call.len_q, tile, spec.heads_q), of_dq)
     if plan.dbias is not None:
         _add_dbias(schedule, plan.dbias, call, (*where, *inputs, stats))
     if plan.dq is None or call.dsink is not None:
@@ -300,7 +307,7 @@ def _workspace_parts(spec: Spec, call: Call, plan: BackwardPlan) -> tuple[int, i
     rounded = sequences * call.len_q * spec.heads_q * _rounded_cols(spec) * ITEM_BYTES[spec.dtype]
     return (
         2 * accum * per_head,
-        0 if spec.deterministic else accum * per_head * plan.main.constants.head_dim,
+        accum * per_head * plan.main.constants.head_dim if plan.dq is None else 0,
         0 if call.sink is None else accum * _blocks(call, call.len_q, ROW_PAD, spec.heads_q),
         0 if spec.dout_dtype == spec.dtype else rounded,
     )

@@ -63,6 +63,11 @@ class FwdGeneric(_Scores):
         return item * (tiles + probabilities)
 
 
+def _statistics_bytes(rows: int) -> int:
+    """sizeof(Statistics) of attn/key_tile.cuh: two floats a row, two words, aligned to 16 bytes."""
+    return -(-(8 * rows + 8) // 16) * 16
+
+
 _TILES, _TILE_BYTES = 4, 136  # of what fwd_sm90 publishes at a time: its kTiles and sizeof(Tile)
 
 
@@ -131,21 +136,62 @@ class BwdSm90(_Scores):
 
     grad_element: str
     accumulate: bool
+    sums_dq: bool  # else dq is bwd_dq_sm90's
     stages: int
 
     @property
     def smem_bytes(self) -> int:
         keys = 2 * self.key_tile * self.head_dim
         stage = 2 * self.query_tile * self.head_dim
-        ds = _DS_STAGES * self.query_tile * self.key_tile
-        dq = 4 * self.query_tile * self.head_dim
-        statistics = -(-(8 * self.query_tile + 8) // 16) * 16
+        ds = _DS_STAGES * self.query_tile * self.key_tile if self.sums_dq else 0
+        dq = 4 * self.query_tile * self.head_dim if self.sums_dq else 0
         barriers = 8 * (2 + 5 * self.stages)
-        total = 2 * (keys + self.stages * stage + ds) + dq + self.stages * statistics + _JOB_BYTES + barriers
+        statistics = self.stages * _statistics_bytes(self.query_tile)
+        total = 2 * (keys + self.stages * stage + ds) + dq + statistics + _JOB_BYTES + barriers
         return -(-total // 1024) * 1024
 
 
 _DS_STAGES, _JOB_BYTES = 2, 96  # of bwd_sm90: its kDsStages and sizeof(Job)
+
+
+@dataclass(frozen=True, slots=True)
+class BwdDkvSm90(_Scores):
+    """`bwd_dkv_sm90.cu`."""
+
+    grad_element: str
+    accumulate: bool
+    stages: int
+
+    @property
+    def smem_bytes(self) -> int:
+        tiles = (self.key_tile + self.stages * self.query_tile) * (self.head_dim + self.head_dim_v)
+        p = _P_PLACES * self.query_tile * self.key_tile
+        barriers = 8 * (2 + 5 * self.stages)
+        total = 2 * (tiles + p) + self.stages * _statistics_bytes(self.query_tile) + _JOB_BYTES + barriers
+        return -(-total // 1024) * 1024
+
+
+_P_PLACES = 2  # of bwd_dkv_sm90: its kPlaces
+
+
+@dataclass(frozen=True, slots=True)
+class BwdDqSm90(_Scores):
+    """`bwd_dq_sm90.cu`."""
+
+    grad_element: str
+    accumulate: bool
+    stages: int
+    value_stages: int
+
+    @property
+    def smem_bytes(self) -> int:
+        rows_k, rows_v = (self.query_tile + stages * self.key_tile for stages in (self.stages, self.value_stages))
+        barriers = 8 * (2 + 2 * (self.stages + self.value_stages))
+        total = 2 * (rows_k * self.head_dim + rows_v * self.head_dim_v) + 8 * self.query_tile + _DQ_JOB_BYTES + barriers
+        return -(-total // 1024) * 1024
+
+
+_DQ_JOB_BYTES = 104  # of bwd_dq_sm90: its sizeof(Job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +281,9 @@ KERNELS: dict[type, str] = {
     BwdPreprocess: "bwd_preprocess",
     BwdGeneric: "bwd_generic",
     BwdSm90: "bwd_sm90",
+    BwdDkvSm90: "bwd_dkv_sm90",
     BwdDqGeneric: "bwd_dq_generic",
+    BwdDqSm90: "bwd_dq_sm90",
     BwdDbiasGeneric: "bwd_dbias_generic",
     BwdFinish: "bwd_finish",
     MergeStates: "merge_states",
@@ -247,7 +295,9 @@ Constants = (
     | BwdPreprocess
     | BwdGeneric
     | BwdSm90
+    | BwdDkvSm90
     | BwdDqGeneric
+    | BwdDqSm90
     | BwdDbiasGeneric
     | BwdFinish
     | MergeStates

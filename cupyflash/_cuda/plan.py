@@ -1,7 +1,7 @@
 """Spec and Device to Plan: pure, host-only, no CuPy.
 
-`legal_forward` and `legal_main` yield the candidates that the device can hold, in the tile tables' order of preference;
-the first is chosen.
+`legal_forward` and `legal_gradients` yield the candidates that the device can hold, in the tile tables' order of
+preference; the first is chosen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from .constants import (
     SM90_PANEL,
     SM90_ROWS,
     BwdDbiasGeneric,
+    BwdDkvSm90,
     BwdDqGeneric,
+    BwdDqSm90,
     BwdFinish,
     BwdGeneric,
     BwdPreprocess,
@@ -47,12 +49,15 @@ _TILES: dict[type, Any] = {
     FwdSm90: tiles.Sm90Tile,
     BwdGeneric: tiles.BwdTile,
     BwdSm90: tiles.Sm90BwdTile,
+    BwdDkvSm90: tiles.Sm90BwdTile,
     BwdDqGeneric: tiles.DqTile,
+    BwdDqSm90: tiles.Sm90DqTile,
     BwdDbiasGeneric: tiles.DbiasTile,
 }
 
 
 C = TypeVar("C", bound=Constants, covariant=True)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ class Plan(Generic[C]):
     @property
     def target(self) -> str:
         """What is compiled for: Hopper's own instructions are of sm_90a."""
-        return "sm_90a" if isinstance(self.constants, FwdSm90 | BwdSm90) else f"sm_{self.arch}"
+        return "sm_90a" if self.kernel.endswith("_sm90") else f"sm_{self.arch}"
 
     @property
     def threads(self) -> int:
@@ -96,8 +101,8 @@ class BackwardPlan(NamedTuple):
     """The kernels of a backward, run in this order; None is not needed."""
 
     preprocess: Plan[BwdPreprocess]
-    main: Plan[BwdGeneric | BwdSm90]
-    dq: Plan[BwdDqGeneric] | None  # deterministic: dq has its own kernel
+    main: Plan[BwdGeneric | BwdSm90 | BwdDkvSm90]
+    dq: Plan[BwdDqGeneric | BwdDqSm90] | None  # of its own: where sums are in order, or it is faster
     dbias: Plan[BwdDbiasGeneric] | None
     finish: Plan[BwdFinish]
 
@@ -232,30 +237,51 @@ def legal_forward(spec: Spec, device: Device) -> Iterator[Plan[Any]]:
 
 
 def why_not_bwd_sm90(spec: Spec) -> str | None:
-    """What keeps a backward on Hopper from `bwd_sm90`."""
-    features, dim, largest = spec.features, max(spec.head_dim, spec.head_dim_v), max(tiles.BWD_SM90)
-    if dim > largest:
-        return f"it has head dims up to {largest}, not {dim}"
+    """What keeps a backward on Hopper from kernels of its own."""
+    features = spec.features
     if features.softcap or features.alibi or features.bias or features.dropout:
         return "it has no softcap, ALiBi, bias or dropout"
-    if spec.deterministic:
-        return "it adds dq in no fixed order"
     return why_not_sm90(spec)
 
 
-def legal_main(spec: Spec, device: Device) -> Iterator[Plan[Any]]:
-    """Candidates of a backward's main kernel, best first: `bwd_sm90` where it can serve, then `bwd_generic`."""
-    gradients, note = _gradients(spec), ""
+Gradients = tuple[Plan[Any], Plan[Any] | None]  # the main kernel, and dq's if it has one
+
+
+def legal_gradients(spec: Spec, device: Device) -> Iterator[Gradients]:
+    """Candidates of the kernels of dq, dk and dv, best first: Hopper's where they can serve, then generic ones."""
+    note = ""
     if device.arch == 90:
         why_not = why_not_bwd_sm90(spec)
         if why_not is None:
-            dim = next(tile for tile in tiles.BWD_SM90 if max(spec.head_dim, spec.head_dim_v) <= tile)
-            both = {"head_dim": dim, "head_dim_v": dim}
-            yield from _fitting(BwdSm90, tiles.BWD_SM90[dim], spec, device, **both, **gradients)
+            yield from _sm90_gradients(spec, device)
         else:
             note = f"; not bwd_sm90: {why_not}"
-    rows = _rows(tiles.BWD, spec)
-    yield from _fitting(BwdGeneric, rows, spec, device, note, **gradients, sums_dq=not spec.deterministic)
+    gradients = _gradients(spec)
+    dq = None
+    if spec.deterministic:
+        dq = _first(_fitting(BwdDqGeneric, _rows(tiles.DQ, spec), spec, device, **gradients), spec, device)
+    gradients["sums_dq"] = dq is None
+    for main in _fitting(BwdGeneric, _rows(tiles.BWD, spec), spec, device, note, **gradients):
+        yield main, dq
+
+
+def _sm90_gradients(spec: Spec, device: Device) -> Iterator[Gradients]:
+    """One kernel that sums dq beside dk and dv, or two: in order, and faster where one has no room for all sums."""
+    gradients = _gradients(spec)
+    dim, dim_v = (next(n for n in SM90_HEAD_DIMS if real <= n) for real in (spec.head_dim, spec.head_dim_v))
+    wider = max(dim, dim_v)
+    own, both = {"head_dim": dim, "head_dim_v": dim_v}, {"head_dim": wider, "head_dim_v": wider}
+    if not spec.deterministic and wider in tiles.BWD_SM90:
+        for main in _fitting(BwdSm90, tiles.BWD_SM90[wider], spec, device, sums_dq=True, **both, **gradients):
+            yield main, None
+        return
+    rows = tiles.DKV_SM90[wider]
+    if wider in tiles.BWD_SM90:
+        mains = _fitting(BwdSm90, rows, spec, device, sums_dq=False, **both, **gradients)
+    else:
+        mains = _fitting(BwdDkvSm90, rows, spec, device, **own, **gradients)
+    dqs = _fitting(BwdDqSm90, tiles.DQ_SM90[wider], spec, device, **own, **gradients)
+    yield from zip(mains, dqs, strict=False)
 
 
 def _gradients(spec: Spec) -> dict[str, Any]:
@@ -268,9 +294,16 @@ def _is_whole(c: Any) -> bool:
         consumers, rest = divmod(c.query_tile, SM90_ROWS)
         fits = c.key_tile in SM90_KEY_TILES and c.query_stages in (1, 2) and c.stages > 0
         return fits and consumers in (2, 3) and rest == 0 and c.warps == 4 * (1 + consumers)
+    if isinstance(c, BwdDkvSm90):
+        fits = c.query_tile == c.key_tile == SM90_ROWS
+        return fits and c.stages > 1 and c.warps == 12
+    if isinstance(c, BwdDqSm90):
+        fits = c.query_tile == 2 * SM90_ROWS and c.key_tile in SM90_KEY_TILES
+        return fits and c.stages > 1 and c.value_stages > 0 and c.warps == 12
     if isinstance(c, BwdSm90):
         # dq's halves: of the query rows, or of the columns
-        fits = c.query_tile * c.head_dim == 2 * SM90_ROWS * SM90_PANEL and c.key_tile == 2 * SM90_ROWS
+        is_halved = c.query_tile * c.head_dim == 2 * SM90_ROWS * SM90_PANEL
+        fits = c.key_tile == 2 * SM90_ROWS and (is_halved if c.sums_dq else c.query_tile in (64, 128))
         return fits and c.stages > 1 and c.warps == 12  # one tile is done only after the next one has come
     columns = 16 if ITEM_BYTES[c.element] == 2 else 8
     if c.query_tile % 16 or c.key_tile % 16 or ROW_PAD % c.query_tile:
@@ -287,7 +320,7 @@ def _is_whole(c: Any) -> bool:
     return all(tile % (16 * along) == 0 for tile, along in rows) and all(dim % share == 0 for dim, share in shares)
 
 
-def _first(plans: Iterator[Plan[Any]], spec: Spec, device: Device) -> Plan[Any]:
+def _first(plans: Iterator[T], spec: Spec, device: Device) -> T:
     found = next(plans, None)
     if found is None:
         raise UnsupportedError(
@@ -315,16 +348,15 @@ def backward(spec: Spec, device: Device) -> BackwardPlan:
     gradients = _gradients(spec)
     preprocess = BwdPreprocess(spec.dtype, spec.out_dtype, spec.dout_dtype, min(copy_bytes, spec.align))
     finish = BwdFinish(accum_of(spec.dtype), spec.grad_dtype, copy_bytes, spec.accumulate)
-    dq = dbias = None
-    if spec.deterministic:
-        dq = _first(_fitting(BwdDqGeneric, _rows(tiles.DQ, spec), spec, device, **gradients), spec, device)
+    dbias = None
     if spec.features.bias:
         bias_gradients: dict[str, Any] = gradients | {"grad_element": spec.dbias_dtype}
         dbias_rows = _rows(tiles.DBIAS, spec)
         dbias = _first(_fitting(BwdDbiasGeneric, dbias_rows, spec, device, **bias_gradients), spec, device)
+    main, dq = _first(legal_gradients(spec, device), spec, device)
     return BackwardPlan(
         Plan(preprocess, device.arch, "delta, and dq zeroed"),
-        _first(legal_main(spec, device), spec, device),
+        main,
         dq,
         dbias,
         Plan(finish, device.arch, "dq to its type, dsink from its parts"),
@@ -336,8 +368,8 @@ def named(kernel: str, spec: Spec, device: Device, *, is_backward: bool) -> Plan
     refuse(spec)
     if is_backward:
         chosen = backward(spec, device)
-        mains = reversed([*legal_main(spec, device)])
-        found: dict[str, Any] = {main.kernel: chosen._replace(main=main) for main in mains}
+        pairs = reversed([*legal_gradients(spec, device)])
+        found: dict[str, Any] = {main.kernel: chosen._replace(main=main, dq=dq) for main, dq in pairs}
     else:
         found = {plan.kernel: plan for plan in reversed([*legal_forward(spec, device)])}
     if kernel not in found:
@@ -362,7 +394,7 @@ def validate(override: Any, chosen: Plan | BackwardPlan, device: Device) -> Any:
         if given is None or wanted is None or given.arch != wanted.arch or not _differs_in_tiles_alone(given, wanted):
             raise ValueError(f"`plan` names {given}; this call needs, its tiles apart, {wanted}.")
         if given.smem_bytes > device.smem_bytes or not _is_whole(given.constants):
-            tiles_a_warp = "whole 16x8 tiles a warp (and two stages or more in bwd_sm90)"
+            tiles_a_warp = "whole 16x8 tiles a warp (and two stages or more in a backward of sm_90)"
             limit = f"{tiles_a_warp} in at most {device.smem_bytes} bytes of shared memory are accepted"
             raise ValueError(f"`plan` has tiles that its warps cannot share, or too many: {given}; {limit}.")
     return override

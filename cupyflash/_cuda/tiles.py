@@ -57,6 +57,15 @@ class Sm90BwdTile(NamedTuple):
     warps: int  # the producers' four too
 
 
+class Sm90DqTile(NamedTuple):
+    query_tile: int
+    key_tile: int
+    stages: int
+    value_stages: int
+    warps: int  # the producers' four too
+    room: Room = Room.ANY
+
+
 class BwdTile(NamedTuple):
     query_tile: int
     key_tile: int
@@ -135,6 +144,20 @@ FWD_SM90_SMALL: dict[int, list[Sm90Tile]] = {
 BWD_SM90: dict[int, list[Sm90BwdTile]] = {
     64: [Sm90BwdTile(128, 128, 2, 12)],  # 1.04, 1.09
     128: [Sm90BwdTile(64, 128, 2, 12)],  # 0.98, 0.95
+}
+# The same for dk and dv alone, of bwd_sm90 and above D 128 of bwd_dkv_sm90, beside a kernel for dq.
+DKV_SM90: dict[int, list[Sm90BwdTile]] = {
+    64: [Sm90BwdTile(128, 128, 2, 12)],  # 0.94, -; 64 query rows 0.88
+    128: [Sm90BwdTile(64, 128, 3, 12)],  # 0.90, 0.88
+    192: [Sm90BwdTile(64, 64, 2, 12)],  # -, 1.26; with Dv 128 -, 0.87
+    256: [Sm90BwdTile(64, 64, 2, 12)],  # 1.27, 1.18
+}
+# And for dq alone, of bwd_dq_sm90.
+DQ_SM90: dict[int, list[Sm90DqTile]] = {
+    64: [Sm90DqTile(128, 128, 2, 2, 12, Room.RAW), Sm90DqTile(128, 80, 2, 2, 12)],  # 112 keys 0.98
+    128: [Sm90DqTile(128, 112, 2, 2, 12, Room.RAW), Sm90DqTile(128, 80, 2, 2, 12)],  # 96 keys 0.97, 80 keys 0.95
+    192: [Sm90DqTile(128, 80, 2, 2, 12, Room.ONE), Sm90DqTile(128, 64, 2, 2, 12)],  # 64 keys 0.99
+    256: [Sm90DqTile(128, 64, 2, 1, 12, Room.ONE)],  # 48 keys with two places for v 0.83
 }
 BWD: dict[int, dict[int, list[BwdTile]]] = {
     2: {
@@ -252,6 +275,7 @@ SPILLS: dict[tuple[str, str, int], tuple[int, str]] = {
     ("BwdGeneric", "float32", 192): (48, _BOOKKEEPING),
     ("BwdGeneric", "float32", 256): (160, _BOOKKEEPING),
     ("BwdGeneric", "float64", 256): (2528, _WIDE_DOUBLES),
+    ("BwdDqSm90", "16-bit", 256): (16, _BOOKKEEPING),
     ("BwdDqGeneric", "16-bit", 32): (192, _BOOKKEEPING),
     ("BwdDqGeneric", "float32", 96): (32, _BOOKKEEPING),
     ("BwdDqGeneric", "float32", 128): (48, _BOOKKEEPING),

@@ -56,6 +56,10 @@ __device__ __forceinline__ int settled(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+__device__ __forceinline__ int64 settled(int64 x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
 
 // The larger one; a NaN loses.
 __device__ __forceinline__ float max(float x, float y) { return ::fmaxf(x, y); }

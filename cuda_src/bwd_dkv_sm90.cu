@@ -1,0 +1,209 @@
+// dk and dv on Hopper, for 16-bit types and wide head dims, by wgmma and the copy engine: one key tile of one KV head per block.
+//
+//   loader, one thread:      copies k and v once, then q and dout tile by tile into a ring of stages
+//   statistician, one warp:  lse and D of the tile's rows, and what is special about them
+//   for each query head of the group, for each query tile that sees the keys:
+//     consumer 0:  s^T = k q^T             p^T = exp(x^T - lse), which consumer 1 gets too         dv += p^T dout
+//     consumer 1:  dp^T - D = v dout^T - D           ds^T = p^T (dp^T - D)                         dk += ds^T q
+//   each asks for the next tile's first product before it waits for this tile's last one
+//   at the end:  dv, scale dk
+//
+// An accumulator of 64 x 256 fills half of a consumer's registers: so each has one of the two. bwd_dq_sm90 makes dq.
+// Shared    k, v for the whole block; q, dout [kStages]: all in panels of 64 columns, swizzled; p [kPlaces] as its lanes have it.
+// Barriers  of attn/key_tile.cuh. Named, of each place: p is there, which consumer 0 says; p has been read, which consumer 1 says.
+// Order     dk and dv: fixed, head by head and tile by tile.
+#include "attn/key_tile.cuh"
+
+namespace cf {
+
+static_assert(kKeyTile == kRows);
+constexpr int kPlaces = 2;
+using Passage = uint4[kQueryTile / 16][kGroup];
+
+struct alignas(1024) Smem {  // a swizzle repeats every 1024 bytes
+  Tiles tiles;
+  Passage p[kPlaces];
+  Control control;
+};
+static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
+
+constexpr int kThereBarrier = kMeetBarrier + 1, kReadBarrier = kThereBarrier + kPlaces;  // of the first place, the others' behind
+
+// Where a consumer stands.
+struct Position {
+  Ring<kStages> now, next;  // tiles whose scores are used, and whose first product is issued
+  int place = 0, count = 0;
+  __device__ __forceinline__ void advance() {
+    now.advance();
+    place ^= 1;
+    ++count;
+  }
+};
+static_assert(kPlaces == 2);
+
+// Before a tile's first product.
+__device__ __forceinline__ void await(Smem& smem, const Ring<kStages>& ring) {
+  ptx::mbarrier_wait(smem.control.statistics_full[ring.stage], ring.parity);
+  if (warp::uniform(smem.control.statistics[ring.stage].has_absent)) zero_absent(smem.tiles, smem.control, ring);
+}
+
+__device__ __forceinline__ void make_dv(Smem& smem, const BwdSm90Params& params) {
+  Control& control = smem.control;
+  const Job& job = control.job;
+  const int lane = warp::lane(), thread = threadIdx.x % kGroup;
+  const int key = warp::uniform(job.key_begin + thread / kWarpSize * kWarpRows);
+  const float fold = ptx::settled(static_cast<float>(kIsScaleNegative ? -params.scores.fold : params.scores.fold));
+  const attn::Band<kIsMasked> band = job.band.uniform();
+  const Walk walk = job.walk.uniform();
+  const uint64 k = ptx::descriptor(ptx::shared_address(smem.tiles.k), 16), q = ptx::descriptor(ptx::shared_address(smem.tiles.q), 16);
+  const uint64 dout = ptx::descriptor(ptx::shared_address(smem.tiles.dout), kQueryPanelBytes);
+
+  warp::Fragment<1, kHeadDimV / 8> dv;
+  dv.zero();
+  ptx::pin(registers(dv));
+  ScoreFragment s;
+  Position at;
+  const auto await_scores = [&] {
+    await(smem, at.next);
+    ptx::mbarrier_wait(control.q_full[at.next.stage], at.next.parity);
+  };
+  const auto issue_scores = [&] {  // of nothing behind the last tile: a product under a condition would be waited for at once
+    ptx::pin(registers(s));
+    ptx::wgmma_fence();
+    multiply_scores<kHeadDim, false>(s, ptx::advance(k, ptx::settled(0)), ptx::advance(q, at.next.stage * kQueryBytes));
+    ptx::wgmma_commit();
+    at.next.advance();
+  };
+  if (!job.is_idle()) {
+    ptx::mbarrier_wait(control.k_full, 0);
+    await_scores();
+    issue_scores();
+  }
+  walk.for_each([&](int head, int query) {
+    const int stage = at.now.stage;
+    const Statistics& statistics = control.statistics[stage];
+    const bool has_hidden = !band.is_full(query, kQueryTile, key, kWarpRows);
+    ptx::wgmma_wait<0>();
+    ptx::pin(registers(s));
+    to_probabilities(s, statistics.lse + warp::fragment_col(0), fold, warp::uniform(statistics.has_coarse));
+    if (has_hidden) hide(s, job.band, key, query);
+    ptx::mbarrier_arrive(control.q_empty[stage]);
+    Packed p;
+#pragma unroll
+    for (int step = 0; step < kQueryTile / 16; ++step) warpgroup::pack_pairs<Element>(p[step], s, step);
+    if (at.count >= kPlaces) ptx::named_barrier_sync(kReadBarrier + at.place, kConsumerThreads);
+#pragma unroll
+    for (int step = 0; step < kQueryTile / 16; ++step)
+      smem.p[at.place][step][thread] = uint4{p[step][0], p[step][1], p[step][2], p[step][3]};
+    ptx::named_barrier_arrive(kThereBarrier + at.place, kConsumerThreads);
+    ptx::mbarrier_wait(control.dout_full[stage], at.now.parity);
+    ptx::pin(registers(dv));
+    ptx::wgmma_fence();
+    multiply_queries<kHeadDimV>(dv, p, ptx::advance(dout, stage * kDoutBytes));
+    ptx::wgmma_commit();
+    if (!walk.is_last(head, query)) await_scores();
+    issue_scores();
+    ptx::wgmma_wait<1>();
+    ptx::pin(registers(dv));
+    if (thread == 0) ptx::mbarrier_arrive(control.dout_empty[stage]);
+    at.advance();
+  });
+  ptx::wgmma_wait<0>();
+  for (int place = 0; place < min_of(at.count, kPlaces); ++place)  // what consumer 1 still says is heard
+    ptx::named_barrier_sync(kReadBarrier + place, kConsumerThreads);
+  store_gradient(params.dv, job, key, params.problem.head_dim_v, dv);
+}
+
+__device__ __forceinline__ void make_dk(Smem& smem, const BwdSm90Params& params) {
+  Control& control = smem.control;
+  const Job& job = control.job;
+  const int lane = warp::lane(), thread = threadIdx.x % kGroup;
+  const int key = warp::uniform(job.key_begin + thread / kWarpSize * kWarpRows);
+  const attn::Band<kIsMasked> band = job.band.uniform();
+  const Walk walk = job.walk.uniform();
+  const uint64 v = ptx::descriptor(ptx::shared_address(smem.tiles.v), 16), dout = ptx::descriptor(ptx::shared_address(smem.tiles.dout), 16);
+  const uint64 q = ptx::descriptor(ptx::shared_address(smem.tiles.q), kQueryPanelBytes);
+
+  warp::Fragment<1, kHeadDim / 8> dk;
+  dk.zero();
+  ptx::pin(registers(dk));
+  ScoreFragment dp;
+  Position at;
+  const auto await_gradient = [&] {
+    await(smem, at.next);
+    ptx::mbarrier_wait(control.dout_full[at.next.stage], at.next.parity);
+  };
+  const auto issue_gradient = [&] {  // as in make_dv
+    begin_with(dp, control.statistics[at.next.stage].minus_delta + warp::fragment_col(0));
+    ptx::pin(registers(dp));
+    ptx::wgmma_fence();
+    multiply_scores<kHeadDimV, true>(dp, ptx::advance(v, ptx::settled(0)), ptx::advance(dout, at.next.stage * kDoutBytes));
+    ptx::wgmma_commit();
+    at.next.advance();
+  };
+  if (!job.is_idle()) {
+    ptx::mbarrier_wait(control.v_full, 0);
+    await_gradient();
+    issue_gradient();
+  }
+  walk.for_each([&](int head, int query) {
+    const int stage = at.now.stage;
+    const bool has_hidden = !band.is_full(query, kQueryTile, key, kWarpRows);
+    ptx::wgmma_wait<0>();
+    ptx::pin(registers(dp));
+    if (thread == 0) ptx::mbarrier_arrive(control.dout_empty[stage]);
+    ptx::named_barrier_sync(kThereBarrier + at.place, kConsumerThreads);
+    ScoreFragment p;
+#pragma unroll
+    for (int step = 0; step < kQueryTile / 16; ++step) {
+      const uint4 pairs = smem.p[at.place][step][thread];
+      const uint32 words[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
+      warpgroup::unpack_pairs<Element>(p, words, step);
+    }
+    ptx::named_barrier_arrive(kReadBarrier + at.place, kConsumerThreads);
+    if (has_hidden) hide_gradient(dp, p);
+    Packed ds;
+#pragma unroll
+    for (int step = 0; step < kQueryTile / 16; ++step) {
+#pragma unroll
+      for (int n = 2 * step; n < 2 * step + 2; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dp.x[0][n][i] *= p.x[0][n][i];
+      warpgroup::pack_pairs<Element>(ds[step], dp, step);
+    }
+    ptx::mbarrier_wait(control.q_full[stage], at.now.parity);
+    ptx::pin(registers(dk));
+    ptx::wgmma_fence();
+    multiply_queries<kHeadDim>(dk, ds, ptx::advance(q, stage * kQueryBytes));
+    ptx::wgmma_commit();
+    if (!walk.is_last(head, query)) await_gradient();
+    issue_gradient();
+    ptx::wgmma_wait<1>();
+    ptx::pin(registers(dk));
+    ptx::mbarrier_arrive(control.q_empty[stage]);
+    at.advance();
+  });
+  ptx::wgmma_wait<0>();
+  scale(dk, static_cast<float>(params.scores.scale));
+  store_gradient(params.dk, job, key, params.problem.head_dim, dk);
+}
+
+}  // namespace cf
+
+extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_dkv_sm90(const __grid_constant__ cf::BwdSm90Params params) {
+  using namespace cf;
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
+  const attn::Work work = attn::find_work<false, kKeyTile>(params.problem, blockIdx.x);
+  if (work.tile < 0) return;
+  if (threadIdx.x == 0) prepare_block(smem.control, params.problem, work);
+  __syncthreads();
+  const int group = warp::uniform(threadIdx.x / kGroup);
+  if (group == 0) {
+    produce(smem.tiles, smem.control, params);
+  } else {
+    ptx::take_registers<kConsumerRegisters>();
+    if (group == 1) make_dv(smem, params);
+    else make_dk(smem, params);
+  }
+}
