@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_dkv_sm90(const
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const attn::Work work = attn::find_work<false, kKeyTile>(params.problem, blockIdx.x);
   if (work.tile < 0) return;
-  if (threadIdx.x == 0) prepare_block(smem.control, params.problem, work);
+  if (threadIdx.x == 0) prepare_block(smem.control, params.problem, work, false);
   __syncthreads();
   const int group = warp::uniform(threadIdx.x / kGroup);
   if (group == 0) {

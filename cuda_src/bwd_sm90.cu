@@ -10,7 +10,7 @@
 //                          added to dq_accum by bulk reductions, each warp its own part
 //   at the end:  dv, scale dk              (bwd_finish brings scale dq home)
 //
-// Without kSumsDq the last product is left to bwd_dq_sm90.
+// Without kMakesDq the last product is left to bwd_dq_sm90. kIsAlone: there is one key tile; then a block's dq is all of it, and stored.
 // Shared    k, v [kKeyTile, kHeadDim] for the whole block; q, dout [kStages][kQueryTile, kHeadDim]; ds [2][kQueryTile, kKeyTile]: all in
 //           panels of 64 columns, swizzled; dq of each warp in fragment order.
 // Barriers  of attn/key_tile.cuh. Named, of both consumers: ds is written. One for each tile is enough, as ds has two places: whoever
@@ -23,33 +23,38 @@ namespace cf {
 static_assert(kKeyTile == kConsumers * kRows && kHeadDim == kHeadDimV);
 // dq is split so that each product is 64 x 64: by query rows, or by panels of columns.
 constexpr bool kSplitsRows = kQueryTile == kConsumers * kRows;
-static_assert(!kSumsDq || (kSplitsRows ? kPanels == 1 : kQueryTile == kRows && kPanels == kConsumers));
+static_assert(!kMakesDq || (kSplitsRows ? kPanels == 1 : kQueryTile == kRows && kPanels == kConsumers));
 static_assert(!kHasSoftcap && !kHasAlibi && !kHasBias && !kHasDropout, "those are bwd_generic's");
 
 constexpr int kDsStages = 2;
 using DqFragment = warp::Fragment<1, kPanel / 8>;
 constexpr int kDqFloats = sizeof(DqFragment) / 4 * kWarpSize;  // of a warp
 
+// One base after the other: at an offset of its own a base would be reached through a test for null.
 template <bool kIsThere>
-struct DqTiles {
+struct WithDs : Tiles {
   warpgroup::Panels<Element, kConsumers, kQueryTile> ds[kDsStages];
+};
+template <>
+struct WithDs<false> : Tiles {};
+template <bool kIsThere>
+struct WithDq : WithDs<kMakesDq> {
   alignas(128) float dq[kConsumerThreads / kWarpSize][kDqFloats];
 };
 template <>
-struct DqTiles<false> {};
+struct WithDq<false> : WithDs<kMakesDq> {};
 
-struct alignas(1024) Smem : Tiles, DqTiles<kSumsDq> {  // a swizzle repeats every 1024 bytes
+struct alignas(1024) Smem : WithDq<kMakesDq && !kIsAlone> {  // a swizzle repeats every 1024 bytes
   Control control;
 };
 static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
-constexpr int kDsBytes = sizeof(DqTiles<true>::ds) / kDsStages;
+constexpr int kDsBytes = sizeof(WithDs<true>::ds) / kDsStages;
 
 using KeyFragment = warp::Fragment<1, kHeadDim / 8>;
 
 // What a consumer does for dq, or nothing.
 template <bool kIsThere>
-struct DqSum {
-  Smem& smem;
+struct DqPart {
   int consumer, warp_number;
   uint64 ds, k;       // operands: this consumer's rows or columns
   uint32 ds_row;      // where this lane writes its part of ds
@@ -58,8 +63,8 @@ struct DqSum {
   int place = 0;      // of ds
   DqFragment dq;
 
-  __device__ __forceinline__ DqSum(int consumer, Smem& smem, const BwdSm90Params& params)
-      : smem(smem), consumer(consumer), warp_number(warp::uniform(threadIdx.x % kGroup / kWarpSize)) {
+  __device__ __forceinline__ DqPart(int consumer, Smem& smem, const BwdSm90Params& params)
+      : consumer(consumer), warp_number(warp::uniform(threadIdx.x % kGroup / kWarpSize)) {
     ds = ptx::descriptor(ptx::shared_address(smem.ds[0][0][kSplitsRows ? consumer * kRows : 0]), 16);
     k = ptx::descriptor(ptx::shared_address(smem.k[kSplitsRows ? 0 : consumer]), 16);
     head_floats = ptx::settled(attn::padded_rows(params.problem) * kHeadDim);
@@ -68,7 +73,7 @@ struct DqSum {
     first = ptx::settled(attn::padded_begin(params.problem, smem.control.job.sequence) * kHeadDim + part);
   }
   // Before a tile's are written.
-  __device__ __forceinline__ void find_place() {
+  __device__ __forceinline__ void find_place(Smem& smem) {
     const int lane = ptx::settled(warp::lane());  // of stmatrix: 8 queries and 8 keys a matrix; settled as in `hide`
     const int row = lane / 16 * 8 + lane % 8, chunk = 2 * warp_number + lane / 8 % 2;
     ds_row = ptx::shared_address(&smem.ds[0][consumer][row][(chunk ^ row % 8) * 8]);
@@ -92,10 +97,21 @@ struct DqSum {
     place ^= 1;
   }
   // Behind the wait for it.
-  __device__ __forceinline__ void add(int head, int query, const BwdSm90Params& params) {
+  __device__ __forceinline__ void deliver(int head, int query, Smem& smem, const BwdSm90Params& params) {
+    if constexpr (kIsAlone) store(head, query, smem, params);
+    else add(head, query, smem, params);
+  }
+  __device__ __forceinline__ void store(int head, int query, Smem& smem, const BwdSm90Params& params) {
+    const attn::Sequence& seq = smem.control.job.sequence;
+    const int row = query + (kSplitsRows ? consumer * kRows : 0) + warp_number * kWarpRows, col = kSplitsRows ? 0 : consumer * kPanel;
+    ptx::pin(registers(dq));
+    scale(dq, static_cast<float>(params.scores.scale));
+    warp::store_global<GradElement, kCopyBytes, kAccumulate>(attn::rows<GradElement>(params.dq, seq, seq.q_begin, head, row) + col,
+                                                             params.dq.stride_n, seq.len_q - row, params.problem.head_dim - col, dq);
+  }
+  __device__ __forceinline__ void add(int head, int query, Smem& smem, const BwdSm90Params& params) {
     const int lane = warp::lane();
     float* const stage = smem.dq[consumer * (kGroup / kWarpSize) + warp_number];
-    __builtin_assume(__isShared(stage));  // as behind a member it is not known to be
     ptx::pin(registers(dq));
     if (lane == 0) ptx::tma_wait_read();  // of the tile before
     __syncwarp();
@@ -117,12 +133,12 @@ struct DqSum {
   }
 };
 template <>
-struct DqSum<false> {
-  __device__ __forceinline__ DqSum(int, Smem&, const BwdSm90Params&) {}
-  __device__ __forceinline__ void find_place() {}
+struct DqPart<false> {
+  __device__ __forceinline__ DqPart(int, Smem&, const BwdSm90Params&) {}
+  __device__ __forceinline__ void find_place(Smem&) {}
   __device__ __forceinline__ void write(int, const uint32 (&)[4]) const {}
   __device__ __forceinline__ void multiply() {}
-  __device__ __forceinline__ void add(int, int, const BwdSm90Params&) {}
+  __device__ __forceinline__ void deliver(int, int, Smem&, const BwdSm90Params&) {}
   __device__ __forceinline__ void finish() const {}
 };
 
@@ -138,7 +154,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
   const uint64 v_rows = ptx::descriptor(ptx::shared_address(smem.v[0][consumer * kRows]), 16);
   const uint64 q = ptx::descriptor(ptx::shared_address(smem.q), kQueryPanelBytes);
   const uint64 dout = ptx::descriptor(ptx::shared_address(smem.dout), kQueryPanelBytes);
-  DqSum<kSumsDq> dq(consumer, smem, params);
+  DqPart<kMakesDq> dq(consumer, smem, params);
 
   KeyFragment dk, dv;
   dk.zero();
@@ -182,7 +198,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     multiply_scores<kHeadDim, true>(dp, v_rows, ptx::advance(dout, stage_bytes));
     ptx::wgmma_commit();
 
-    dq.find_place();
+    dq.find_place(smem);
     const bool has_hidden = !band.is_full(query, kQueryTile, key, kWarpRows);
     ptx::wgmma_wait<1>();
     ptx::pin(registers(s));
@@ -214,7 +230,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     ptx::wgmma_wait<1>();
     ptx::pin(registers(dv));
     if (is_lead) ptx::mbarrier_arrive(control.dout_empty[stage]);
-    dq.add(head, query, params);
+    dq.deliver(head, query, smem, params);
     ring.advance();
     if (!walk.is_last(head, query)) await_statistics();  // under the last product
     ptx::wgmma_wait<0>();
@@ -236,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __g
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const attn::Work work = attn::find_work<false, kKeyTile>(params.problem, blockIdx.x);
   if (work.tile < 0) return;
-  if (threadIdx.x == 0) prepare_block(smem.control, params.problem, work);
+  if (threadIdx.x == 0) prepare_block(smem.control, params.problem, work, kIsAlone);
   __syncthreads();
   const int group = warp::uniform(threadIdx.x / kGroup);
   if (group == 0) {

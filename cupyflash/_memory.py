@@ -168,7 +168,7 @@ def memory_plan(
     # dout comes to the preprocess and to the main kernel; dq's own kernel, if any, reads all inputs. dq's sums are
     # zeroed, read and written by reductions, and read; else the workspace is (lse, delta), written once and read twice.
     has_dq_kernel = bwd_plan.dq is not None
-    read_again, crossings = (q + k + v + 2 * out, 3) if has_dq_kernel else (out, 4)
+    read_again, crossings = q + k + v + 2 * out if has_dq_kernel else out, 4 if bwd_plan.sums_dq else 3
 
     forward_flops, scores_flops = _flops(attention, fwd), _flops(attention, fwd, head_dim_v=0)
     multiplications = pairs * bwd.spec.heads_q * (bwd.spec.head_dim + bwd.spec.head_dim_v)  # of S and P V, all pairs
@@ -365,7 +365,7 @@ def _backward_traffic(spec: Spec, call: Call, plan: BackwardPlan, workspace: int
         first, last = band.queries_of(begin, end)
         seen = last > first
         steps = int((-(-last // main.query_tile) - first // main.query_tile)[seen].sum())  # query tiles, all key tiles'
-        per_step = main.query_tile * 2 * row + (main.query_tile * main.head_dim * row if plan.dq is None else 0)
+        per_step = main.query_tile * 2 * row + (main.query_tile * main.head_dim * row if plan.sums_dq else 0)
         per_query_head += int((last - first).sum()) * both * item + steps * per_step
         keys = np.minimum(end, band.len_q + band.high) - np.maximum(begin, band.low)  # that some query sees
         per_kv_head += int(np.maximum(keys, 0)[seen].sum()) * both * item + band.len_k * both * grad
@@ -373,7 +373,7 @@ def _backward_traffic(spec: Spec, call: Call, plan: BackwardPlan, workspace: int
         if plan.dq is not None:
             tile = plan.dq.constants.query_tile
             per_query_head += item * _query_tiles_read(band, tile, both, both) + rows * 2 * row
-        else:
+        elif plan.sums_dq:
             per_query_head += -(-rows // 16) * 16 * -(-spec.head_dim // 16) * 16 * row
         per_query_head += rows * spec.head_dim * grad
     return spec.heads_q * per_query_head + spec.heads_kv * per_kv_head + workspace  # each part of which is written once

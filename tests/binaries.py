@@ -142,6 +142,8 @@ def hopper_backwards(device: Device) -> dict[str, Plan[Any]]:
         "float16": {"dtype": "float16"},
         "added to": {"accumulate": True},
         "in float32": {"grad_dtype": "float32"},
+        "short": {"size_class": "short"},
+        "short, added to": {"size_class": "short", "accumulate": True},
     }
     found: dict[Any, tuple[str, Plan[Any]]] = {}
     shapes = ((64, 64), (128, 128), (192, 192), (192, 128), (256, 256))
@@ -239,4 +241,5 @@ def allowance_key(constants: Constants) -> tuple[str, str, int]:
     element = getattr(values, "element", getattr(values, "grad_element", "any"))
     element = "16-bit" if element in ("float16", "bfloat16") else element
     dims = [getattr(values, name) for name in ("head_dim", "head_dim_v") if hasattr(values, name)]
-    return type(constants).__name__, element, max(dims, default=0)
+    kind = type(constants).__name__ + ("" if getattr(values, "makes_dq", True) else " without dq")
+    return kind, element, max(dims, default=0)

@@ -10,7 +10,7 @@ import pytest
 
 import cupyflash as cf
 from cupyflash._cuda import tiles
-from cupyflash._cuda.constants import HEAD_DIMS, BwdGeneric
+from cupyflash._cuda.constants import HEAD_DIMS, BwdGeneric, BwdSm90
 from cupyflash._cuda.device import KNOWN, Device
 from cupyflash._cuda.plan import backward as plan_backward
 from cupyflash._cuda.plan import forward as plan_forward
@@ -81,6 +81,20 @@ def test_deterministic_gives_dq_its_own_kernel_and_no_sums() -> None:
     assert plain.main.constants.sums_dq
     assert ordered.dq is not None
     assert not ordered.main.constants.sums_dq
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_where_one_tile_holds_all_keys_dq_is_stored(dim: int, deterministic: bool) -> None:
+    """In no sums and no order; the lengths of packed sequences are nobody's to know."""
+    short = spec(dim=dim, size_class="short", deterministic=deterministic)
+    plan = plan_backward(short, KNOWN[90])
+    assert plan.dq is None and not plan.sums_dq
+    assert isinstance(plan.main.constants, BwdSm90) and plan.main.constants.is_alone
+    for other in (replace(short, packed=True), replace(short, size_class="medium")):
+        main = plan_backward(other, KNOWN[90]).main.constants
+        assert isinstance(main, BwdSm90) and not main.is_alone and main.makes_dq != deterministic
+    assert plan_backward(short, KNOWN[80]).sums_dq != deterministic
 
 
 def test_only_a_bias_has_a_kernel_for_its_gradient() -> None:

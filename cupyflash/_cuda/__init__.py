@@ -154,8 +154,8 @@ def backward(spec: Spec, call: Call, plan: BackwardPlan) -> Work:
         launch(plan.dq, _blocks(call, call.len_q, tile, spec.heads_q), of_dq)
     if plan.dbias is not None:
         _add_dbias(schedule, plan.dbias, call, (*where, *inputs, stats))
-    if plan.dq is None or call.dsink is not None:
-        dq = rows(call.dq) if plan.dq is None else NO_TENSOR
+    if plan.sums_dq or call.dsink is not None:
+        dq = rows(call.dq) if plan.sums_dq else NO_TENSOR
         sums = (dq_accum, parts, pointer(call.dsink), call.scale, main.head_dim, query_blocks // max(spec.heads_q, 1))
         blocks = _blocks(call, call.len_q, finish.query_tile, spec.heads_q)
         values = (*problem(spec, call, finish.query_tile, main.key_tile), *dq, *sums)
@@ -307,7 +307,7 @@ def _workspace_parts(spec: Spec, call: Call, plan: BackwardPlan) -> tuple[int, i
     rounded = sequences * call.len_q * spec.heads_q * _rounded_cols(spec) * ITEM_BYTES[spec.dtype]
     return (
         2 * accum * per_head,
-        accum * per_head * plan.main.constants.head_dim if plan.dq is None else 0,
+        accum * per_head * plan.main.constants.head_dim if plan.sums_dq else 0,
         0 if call.sink is None else accum * _blocks(call, call.len_q, ROW_PAD, spec.heads_q),
         0 if spec.dout_dtype == spec.dtype else rounded,
     )

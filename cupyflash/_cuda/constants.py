@@ -136,15 +136,16 @@ class BwdSm90(_Scores):
 
     grad_element: str
     accumulate: bool
-    sums_dq: bool  # else dq is bwd_dq_sm90's
+    makes_dq: bool  # else dq is bwd_dq_sm90's
+    is_alone: bool  # one key tile holds all keys: dq is whole, and stored; else it is summed in memory
     stages: int
 
     @property
     def smem_bytes(self) -> int:
         keys = 2 * self.key_tile * self.head_dim
         stage = 2 * self.query_tile * self.head_dim
-        ds = _DS_STAGES * self.query_tile * self.key_tile if self.sums_dq else 0
-        dq = 4 * self.query_tile * self.head_dim if self.sums_dq else 0
+        ds = _DS_STAGES * self.query_tile * self.key_tile if self.makes_dq else 0
+        dq = 4 * self.query_tile * self.head_dim if self.makes_dq and not self.is_alone else 0
         barriers = 8 * (2 + 5 * self.stages)
         statistics = self.stages * _statistics_bytes(self.query_tile)
         total = 2 * (keys + self.stages * stage + ds) + dq + statistics + _JOB_BYTES + barriers

@@ -106,6 +106,12 @@ class BackwardPlan(NamedTuple):
     dbias: Plan[BwdDbiasGeneric] | None
     finish: Plan[BwdFinish]
 
+    @property
+    def sums_dq(self) -> bool:
+        """Whether dq is summed in the workspace, block by block, and brought home by `finish`."""
+        main = self.main.constants
+        return main.makes_dq and not main.is_alone if isinstance(main, BwdSm90) else self.dq is None
+
     def __str__(self) -> str:
         return "\n".join(str(plan) for plan in self if plan is not None)
 
@@ -266,18 +272,20 @@ def legal_gradients(spec: Spec, device: Device) -> Iterator[Gradients]:
 
 
 def _sm90_gradients(spec: Spec, device: Device) -> Iterator[Gradients]:
-    """One kernel that sums dq beside dk and dv, or two: in order, and faster where one has no room for all sums."""
+    """One kernel, or two where dq's sums are to be in order, or have no room beside those of dk and dv."""
     gradients = _gradients(spec)
     dim, dim_v = (next(n for n in SM90_HEAD_DIMS if real <= n) for real in (spec.head_dim, spec.head_dim_v))
     wider = max(dim, dim_v)
     own, both = {"head_dim": dim, "head_dim_v": dim_v}, {"head_dim": wider, "head_dim_v": wider}
-    if not spec.deterministic and wider in tiles.BWD_SM90:
-        for main in _fitting(BwdSm90, tiles.BWD_SM90[wider], spec, device, sums_dq=True, **both, **gradients):
+    is_alone = spec.size_class == "short" and not spec.packed  # of packed sequences nobody knows the lengths
+    if wider in tiles.BWD_SM90 and (is_alone or not spec.deterministic):
+        switches: dict[str, Any] = {"makes_dq": True, "is_alone": is_alone}
+        for main in _fitting(BwdSm90, tiles.BWD_SM90[wider], spec, device, **switches, **both, **gradients):
             yield main, None
         return
     rows = tiles.DKV_SM90[wider]
     if wider in tiles.BWD_SM90:
-        mains = _fitting(BwdSm90, rows, spec, device, sums_dq=False, **both, **gradients)
+        mains = _fitting(BwdSm90, rows, spec, device, makes_dq=False, is_alone=False, **both, **gradients)
     else:
         mains = _fitting(BwdDkvSm90, rows, spec, device, **own, **gradients)
     dqs = _fitting(BwdDqSm90, tiles.DQ_SM90[wider], spec, device, **own, **gradients)
@@ -303,7 +311,7 @@ def _is_whole(c: Any) -> bool:
     if isinstance(c, BwdSm90):
         # dq's halves: of the query rows, or of the columns
         is_halved = c.query_tile * c.head_dim == 2 * SM90_ROWS * SM90_PANEL
-        fits = c.key_tile == 2 * SM90_ROWS and (is_halved if c.sums_dq else c.query_tile in (64, 128))
+        fits = c.key_tile == 2 * SM90_ROWS and (is_halved if c.makes_dq else c.query_tile in (64, 128))
         return fits and c.stages > 1 and c.warps == 12  # one tile is done only after the next one has come
     columns = 16 if ITEM_BYTES[c.element] == 2 else 8
     if c.query_tile % 16 or c.key_tile % 16 or ROW_PAD % c.query_tile:

@@ -275,6 +275,7 @@ SPILLS: dict[tuple[str, str, int], tuple[int, str]] = {
     ("BwdGeneric", "float32", 192): (48, _BOOKKEEPING),
     ("BwdGeneric", "float32", 256): (160, _BOOKKEEPING),
     ("BwdGeneric", "float64", 256): (2528, _WIDE_DOUBLES),
+    ("BwdSm90 without dq", "16-bit", 64): (64, _BOOKKEEPING),
     ("BwdDqSm90", "16-bit", 256): (16, _BOOKKEEPING),
     ("BwdDqGeneric", "16-bit", 32): (192, _BOOKKEEPING),
     ("BwdDqGeneric", "float32", 96): (32, _BOOKKEEPING),

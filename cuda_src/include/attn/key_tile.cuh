@@ -58,12 +58,13 @@ struct Job {
   int kv_head;
   int key_begin;
 
-  __device__ __forceinline__ Job(const Problem& problem, const attn::Work& work)
+  // takes_all: the walk has all query tiles, those that see none of the keys too.
+  __device__ __forceinline__ Job(const Problem& problem, const attn::Work& work, bool takes_all)
       : sequence(work.sequence), band(problem, work.sequence), kv_head(work.head), key_begin(work.tile * kKeyTile) {
     const int group = problem.heads_q / problem.heads_kv;
     queries = band.queries_of(key_begin, min_of(key_begin + kKeyTile, sequence.len_k));
-    const bool is_seen = queries.begin < queries.end;
-    walk = {kv_head * group, is_seen ? (kv_head + 1) * group : 0, queries.begin / kQueryTile * kQueryTile, queries.end};
+    const attn::Range taken = takes_all ? attn::Range{0, sequence.len_q} : queries;
+    walk = {kv_head * group, taken.begin < taken.end ? (kv_head + 1) * group : 0, taken.begin / kQueryTile * kQueryTile, taken.end};
   }
   __device__ __forceinline__ bool is_idle() const { return walk.head_begin >= walk.head_end; }
 };
@@ -89,7 +90,7 @@ constexpr int kMeetBarrier = 1;  // of both consumers; 0 is __syncthreads
 __device__ __forceinline__ void meet() { ptx::named_barrier_sync(kMeetBarrier, kConsumerThreads); }
 
 // By one thread.
-__device__ __forceinline__ void prepare_block(Control& control, const Problem& problem, const attn::Work& work) {
+__device__ __forceinline__ void prepare_block(Control& control, const Problem& problem, const attn::Work& work, bool takes_all) {
   ptx::mbarrier_init(control.k_full, 1);
   ptx::mbarrier_init(control.v_full, 1);
 #pragma unroll
@@ -101,7 +102,7 @@ __device__ __forceinline__ void prepare_block(Control& control, const Problem& p
     ptx::mbarrier_init(control.dout_empty[stage], kConsumers);
   }
   ptx::mbarrier_init_fence();
-  control.job = Job(problem, work);
+  control.job = Job(problem, work, takes_all);
 }
 
 // By one thread.
