@@ -17,6 +17,8 @@
 //           written. One for each tile is enough, as ds has two places: whoever writes a place again has passed the barrier that the other
 //           reaches only after its product with it.
 // Order     dk and dv: fixed, head by head and tile by tile. dq: the order in which blocks arrive.
+#include "attn/bias_tile.cuh"
+#include "attn/exponents.cuh"
 #include "attn/gradient.cuh"
 #include "ptx/load_shared.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -40,7 +42,8 @@ constexpr bool kSplitsRows = kQueryTile == kConsumers * kRows;
 static_assert(kSplitsRows ? kPanels == 1 : kQueryTile == kRows && kPanels == kConsumers);
 static_assert(kStages > 1, "the next tile's statistics are awaited before this one is done");
 static_assert(attn::kRowPad % kQueryTile == 0, "workspaces are padded to whole tiles");
-static_assert(!kHasSoftcap && !kHasAlibi && !kHasBias && !kHasDropout, "those are bwd_generic's");
+constexpr bool kPreloadsDelta = !kHasDropout;  // which changes dp before D is subtracted
+constexpr int kBiasStages = 2, kBiasLoaders = 2 * kWarpSize;
 
 constexpr int kDsStages = 2;
 using DqFragment = warp::Fragment<1, kPanel / 8>;
@@ -50,7 +53,9 @@ struct alignas(16) Statistics {
   float lse[kQueryTile], minus_delta[kQueryTile];  // (+inf, 0): the row takes no part
   int has_absent;                                  // such a row
   int has_coarse;                                  // an lse beyond kLargeExponent
+  float slope;                                     // of the tile's head, for ALiBi, whose part of a column is in lse
 };
+using Exponents = attn::Exponents<kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative>;
 
 // The query tiles of some heads, in order.
 struct Walk {
@@ -86,13 +91,34 @@ struct Job {
   __device__ __forceinline__ bool is_idle() const { return walk.head_begin >= walk.head_end; }
 };
 
+using BiasTile = attn::BiasTile<BiasElement, kKeyTile>;
+// Pieces of the bias, of as many queries as a tile of it holds.
+template <bool kIsThere>
+struct BiasRing {
+  BiasTile tiles[kBiasStages];
+  ptx::Barrier full[kBiasStages], empty[kBiasStages];
+  __device__ __forceinline__ void init() {
+#pragma unroll
+    for (int stage = 0; stage < kBiasStages; ++stage) {
+      ptx::mbarrier_init(full[stage], kBiasLoaders);
+      ptx::mbarrier_init(empty[stage], kConsumerThreads);
+    }
+  }
+};
+template <>
+struct BiasRing<false> {
+  __device__ __forceinline__ void init() {}
+};
+
 struct alignas(1024) Smem {  // a swizzle repeats every 1024 bytes
   warpgroup::Panels<Element, kPanels, kKeyTile> k, v;
   warpgroup::Panels<Element, kPanels, kQueryTile> q[kStages], dout[kStages];
   warpgroup::Panels<Element, kConsumers, kQueryTile> ds[kDsStages];
   alignas(128) float dq[kConsumerThreads / kWarpSize][kDqFloats];
+  BiasRing<kHasBias> bias;
   Statistics statistics[kStages];
   Job job;
+  attn::Dropout dropout;  // of head 0
   ptx::Barrier k_full, v_full, q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages], statistics_full[kStages];
 };
 static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
@@ -128,6 +154,7 @@ __device__ __forceinline__ void prepare_statistics(Smem& smem, const BwdSm90Para
   Ring<kStages> ring;
   job.walk.for_each([&](int head, int query) {
     const Pair* pairs = static_cast<const Pair*>(params.stats) + head * rows + begin + query;
+    const float slope = Exponents::slope(params.scores, job.sequence, head);
     Statistics& statistics = smem.statistics[ring.stage];
     Pair mine[kQueryTile / kWarpSize];
     bool is_absent = false, is_coarse = false;
@@ -143,7 +170,7 @@ __device__ __forceinline__ void prepare_statistics(Smem& smem, const BwdSm90Para
 #pragma unroll
     for (int i = 0; i < kQueryTile / kWarpSize; ++i) {
       const int row = i * kWarpSize + warp::lane();
-      statistics.lse[row] = mine[i].lse;
+      statistics.lse[row] = mine[i].lse + Exponents::column_part(slope, row);
       statistics.minus_delta[row] = -mine[i].delta;
     }
     is_absent = __any_sync(kFullWarp, is_absent);
@@ -151,10 +178,30 @@ __device__ __forceinline__ void prepare_statistics(Smem& smem, const BwdSm90Para
     if (warp::lane() == 0) {
       statistics.has_absent = is_absent;
       statistics.has_coarse = is_coarse;
+      statistics.slope = slope;
     }
     ptx::mbarrier_arrive(smem.statistics_full[ring.stage]);
     ring.advance();
   });
+}
+
+// By the warps that are left, each thread its part.
+template <bool kIsThere>
+__device__ __forceinline__ void load_bias(BiasRing<kIsThere>& pieces, const Job& job, const Scores& scores, int thread) {
+  if constexpr (kIsThere) {
+    constexpr int kQueries = BiasTile::kRows;
+    Ring<kBiasStages> ring;
+    job.walk.for_each([&](int head, int query) {
+      const attn::Bias<BiasElement> bias(scores, job.sequence, head);
+      for (int first = query; first < query + kQueryTile; first += kQueries) {
+        ptx::mbarrier_wait(pieces.empty[ring.stage], ring.parity ^ 1);
+        attn::load_bias<kBiasLoaders>(pieces.tiles[ring.stage], pieces.full[ring.stage], bias, first, job.key_begin, job.sequence.len_q,
+                                      job.sequence.len_k, thread);
+        ring.advance();
+      }
+    });
+    ptx::cp_async_wait<0>();  // nobody leaves before his copies are done
+  }
 }
 
 // d = a b^T, or d += a b^T, over the head dim, a's 64 rows of a tile of kKeyTile and b a tile of kQueryTile.
@@ -188,16 +235,72 @@ __device__ __forceinline__ void multiply_queries(DqFragment& d, uint64 ds, uint6
                                                        ptx::advance(k, step * 16 * kPanel * 2), step > 0);
 }
 
-// Scores of keys x queries become p. `lse`: of this lane's first column.
-__device__ __forceinline__ void to_probabilities(ScoreFragment& s, const float* lse, float fold, bool has_coarse) {
+// Which elements of a lane dropout keeps: a bit for each.
+struct Kept {
+  uint32 words[kQueryTile / 64] = {};
+  __device__ __forceinline__ void add(int n, int i, bool is_kept) { words[n / 8] |= is_kept ? 1u << (n % 8 * 4 + i) : 0; }
+  __device__ __forceinline__ bool has(int n, int i) const { return words[n / 8] >> (n % 8 * 4 + i) & 1; }
+  __device__ __forceinline__ float select(float x, int n, int i) const { return !kHasDropout || has(n, i) ? x : 0.0f; }
+};
+// `key` and `query`, here and below: of the warp's first element.
+__device__ __forceinline__ Kept draw(const attn::Dropout& of_first_head, int head, int key, int query) {
+  attn::Dropout dropout = of_first_head;
+  dropout.stream += head;
+  Kept kept;
+  dropout.for_each<1, kQueryTile / 8, attn::Rows::kKeys>(query, key, [&](int, int n, int i, bool is_kept) { kept.add(n, i, is_kept); });
+  return kept;
+}
+
+// The bias of 16 queries after the others, for a warp's keys.
+template <bool kIsThere>
+struct BiasReader {
+  BiasRing<true>& pieces;
+  Ring<kBiasStages> ring;
+  attn::BiasBlock<BiasElement> block;
+  __device__ __forceinline__ explicit BiasReader(BiasRing<true>& pieces) : pieces(pieces) {}
+
+  __device__ __forceinline__ void read(int step, int key_row) {
+    constexpr int kSteps = BiasTile::kRows / 16;
+    static_assert(kQueryTile / 16 % kSteps == 0);
+    if (step % kSteps == 0) ptx::mbarrier_wait(pieces.full[ring.stage], ring.parity);
+    block.read(pieces.tiles[ring.stage], step % kSteps * 16, key_row);
+    if ((step + 1) % kSteps != 0) return;
+    ptx::mbarrier_arrive(pieces.empty[ring.stage]);
+    ring.advance();
+  }
+  __device__ __forceinline__ float add(float exponent, int n, int i) const { return ptx::fma(block.at(n, i), float(kLog2E), exponent); }
+};
+template <>
+struct BiasReader<false> {
+  __device__ __forceinline__ explicit BiasReader(BiasRing<false>&) {}
+  __device__ __forceinline__ void read(int, int) {}
+  __device__ __forceinline__ float add(float exponent, int, int) const { return exponent; }
+};
+
+// Scores become p. With a softcap `y` receives its tanh. `lse`: of this lane's first column.
+__device__ __forceinline__ void to_probabilities(ScoreFragment& s, ScoreFragment& y, const Exponents& exponents, const Exponents::Side& side,
+                                                 BiasReader<kHasBias>& bias, int key_row, const float* lse, bool has_coarse) {
 #pragma unroll
   for (int n = 0; n < kQueryTile / 8; ++n) {
+    if (n % 2 == 0) bias.read(n / 2, key_row);
     const float2 pair = *reinterpret_cast<const float2*>(lse + 8 * n);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s.x[0][n][i] = ptx::fma(s.x[0][n][i], fold, i % 2 ? -pair.y : -pair.x);
+    for (int i = 0; i < 4; ++i) {
+      float& x = s.x[0][n][i];
+      x = exponents.capped(x);
+      if constexpr (kHasSoftcap) y.x[0][n][i] = x;
+      x = bias.add(exponents.of(x, side, i / 2, i % 2 ? pair.y : pair.x), n % 2, i);
+    }
+  }
+  if (side.needs_mending) {
+    __syncwarp();  // a branch, where selections would burden every tile
+#pragma unroll
+    for (int n = 0; n < kQueryTile / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s.x[0][n][i] = side.mended(s.x[0][n][i], i / 2, warp::fragment_col(i) + 8 * n);
   }
   if (has_coarse) {
-    __syncwarp();  // a branch, where selections would burden every tile; a positive exponent is then rounding
+    __syncwarp();  // likewise; a positive exponent is then rounding
 #pragma unroll
     for (int n = 0; n < kQueryTile / 8; ++n)
 #pragma unroll
@@ -212,8 +315,8 @@ __device__ __forceinline__ void to_probabilities(ScoreFragment& s, const float* 
     for (int i = 0; i < 4; ++i) s.x[0][n][i] = ptx::exp2(s.x[0][n][i]);
 }
 
-// p of pairs that do not see each other becomes 0, whatever it was. `key` and `query`: of the warp's first element.
-__device__ __forceinline__ void hide(ScoreFragment& p, const attn::Band<kIsMasked>& band, int key, int query) {
+// p and y of pairs that do not see each other become 0, whatever they were.
+__device__ __forceinline__ void hide(ScoreFragment& p, ScoreFragment& y, const attn::Band<kIsMasked>& band, int key, int query) {
   __syncwarp();  // a branch, as above
   const int lane = ptx::settled(warp::lane());  // settled: what follows from it is computed here, not kept in registers for all of a loop
 #pragma unroll
@@ -224,17 +327,62 @@ __device__ __forceinline__ void hide(ScoreFragment& p, const attn::Band<kIsMaske
 #pragma unroll
     for (int n = 0; n < kQueryTile / 8; ++n)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) p.x[0][n][2 * half + i] = bits >> (2 * n + i) & 1 ? p.x[0][n][2 * half + i] : 0.0f;
+      for (int i = 0; i < 2; ++i) {
+        const bool is_seen = bits >> (2 * n + i) & 1;
+        p.x[0][n][2 * half + i] = is_seen ? p.x[0][n][2 * half + i] : 0.0f;
+        if constexpr (kHasSoftcap) y.x[0][n][2 * half + i] = is_seen ? y.x[0][n][2 * half + i] : 0.0f;
+      }
+  }
+}
+
+// What ds is dp - D times: p, or p dx/ds with a softcap, which then needs p beside it. Both are rounded then, as registers hold no other
+// fragment beside dp: ds gains an error of the size that its own rounding has.
+struct Weights {
+  ScoreFragment s;
+  Packed p, sloped;
+  __device__ __forceinline__ float at(int n, int i) const {
+    return kHasSoftcap ? unpack<Element>(sloped[n / 2][n % 2 * 2 + i / 2], i % 2) : s.x[0][n][i];
+  }
+  // Of 16 queries; `s` is p.
+  __device__ __forceinline__ void pack_probabilities(int step, const Kept& kept) {
+    warp::Fragment<1, 2> chosen;
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) chosen.x[0][n][i] = kept.select(s.x[0][2 * step + n][i], 2 * step + n, i);
+    warpgroup::pack_pairs<Element>(p[step], chosen, 0);
+  }
+  // y: tanh.
+  __device__ __forceinline__ void pack(const ScoreFragment& y, const Kept& kept) {
+#pragma unroll
+    for (int step = 0; step < kQueryTile / 16; ++step) {
+      pack_probabilities(step, kept);
+#pragma unroll
+      for (int n = 2 * step; n < 2 * step + 2; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s.x[0][n][i] *= ptx::fma(-y.x[0][n][i], y.x[0][n][i], 1.0f);
+      warpgroup::pack_pairs<Element>(sloped[step], s, step);
+    }
+  }
+};
+
+// dp becomes dp - D, of what dropout keeps of it. `minus_delta`: of this lane's first column.
+__device__ __forceinline__ void drop(ScoreFragment& dp, const Kept& kept, float keep_scale, const float* minus_delta) {
+#pragma unroll
+  for (int n = 0; n < kQueryTile / 8; ++n) {
+    const float2 pair = *reinterpret_cast<const float2*>(minus_delta + 8 * n);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) dp.x[0][n][i] = ptx::fma(kept.select(dp.x[0][n][i], n, i), keep_scale, i % 2 ? pair.y : pair.x);
   }
 }
 
 // dp - D of hidden pairs becomes 0, whatever dp and D hold.
-__device__ __forceinline__ void hide_gradient(ScoreFragment& dp, const ScoreFragment& p) {
-  __syncwarp();  // likewise
+__device__ __forceinline__ void hide_gradient(ScoreFragment& dp, const Weights& w) {
+  if (!kHasBias) __syncwarp();  // a branch, where selections would burden every tile
 #pragma unroll
   for (int n = 0; n < kQueryTile / 8; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) dp.x[0][n][i] = p.x[0][n][i] == 0 ? 0.0f : dp.x[0][n][i];
+    for (int i = 0; i < 4; ++i) dp.x[0][n][i] = w.at(n, i) == 0 ? 0.0f : dp.x[0][n][i];
 }
 
 // By both consumers: rows for which is_zeroed holds.
@@ -254,8 +402,10 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
   const int lane = warp::lane(), warp_number = warp::uniform(threadIdx.x % kGroup / kWarpSize);
   const bool is_lead = threadIdx.x % kGroup == 0;
   const int key = warp::uniform(job.key_begin) + consumer * kRows + warp_number * kWarpRows;
-  const float fold = ptx::settled(static_cast<float>(kIsScaleNegative ? -params.scores.fold : params.scores.fold));
+  const float keep_scale = ptx::settled(static_cast<float>(params.scores.keep_scale));
   const attn::Band<kIsMasked> band = job.band.uniform();
+  const Exponents exponents(params.scores);
+  BiasReader<kHasBias> bias(smem.bias);
   const uint64 k_rows = ptx::descriptor(ptx::shared_address(smem.k[0][consumer * kRows]), 16);
   const uint64 v_rows = ptx::descriptor(ptx::shared_address(smem.v[0][consumer * kRows]), 16);
   const uint64 q = ptx::descriptor(ptx::shared_address(smem.q), kQueryPanelBytes);
@@ -295,8 +445,10 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
   walk.for_each([&](int head, int query) {
     const int stage = ring.stage, stage_bytes = stage * kQueryBytes;
     const Statistics& statistics = smem.statistics[stage];
-    ScoreFragment s, dp;
-    begin_with(dp, statistics.minus_delta + warp::fragment_col(0));
+    Weights weights;
+    ScoreFragment& s = weights.s;
+    ScoreFragment dp;
+    if constexpr (kPreloadsDelta && !kHasSoftcap) begin_with(dp, statistics.minus_delta + warp::fragment_col(0));
     ptx::mbarrier_wait(smem.q_full[stage], ring.parity);
     const bool is_coarse = has_coarse;
     if (has_absent) {  // were their q or dout a NaN, 0 times it would reach dk or dv
@@ -312,36 +464,49 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     ptx::wgmma_fence();
     multiply_scores<false>(s, k_rows, ptx::advance(q, stage_bytes));
     ptx::wgmma_commit();
-    ptx::mbarrier_wait(smem.dout_full[stage], ring.parity);
-    ptx::wgmma_fence();
-    multiply_scores<true>(dp, v_rows, ptx::advance(dout, stage_bytes));
-    ptx::wgmma_commit();
+    const auto multiply_values = [&] {
+      ptx::mbarrier_wait(smem.dout_full[stage], ring.parity);
+      ptx::wgmma_fence();
+      multiply_scores<kPreloadsDelta>(dp, v_rows, ptx::advance(dout, stage_bytes));
+      ptx::wgmma_commit();
+    };
+    if (!kHasSoftcap) multiply_values();
 
     const int row_lane = ptx::settled(lane);  // of stmatrix: 8 queries and 8 keys a matrix; settled as in `hide`
     const int ds_row = row_lane / 16 * 8 + row_lane % 8, ds_chunk = 2 * warp_number + row_lane / 8 % 2;
     const uint32 ds_place = ptx::shared_address(&smem.ds[0][consumer][ds_row][(ds_chunk ^ ds_row % 8) * 8]);
     const bool has_hidden = !band.is_full(query, kQueryTile, key, kWarpRows);
-    ptx::wgmma_wait<1>();
+    Kept kept;
+    if constexpr (kHasDropout) kept = draw(smem.dropout, head, key, query);
+    ptx::wgmma_wait<kHasSoftcap ? 0 : 1>();
     ptx::pin(registers(s));
-    to_probabilities(s, statistics.lse + warp::fragment_col(0), fold, is_coarse);
-    if (has_hidden) hide(s, job.band, key, query);
+    const Exponents::Side side(statistics.slope, query + seq.shift - key);
+    to_probabilities(s, dp, exponents, side, bias, consumer * kRows + warp_number * kWarpRows, statistics.lse + warp::fragment_col(0), is_coarse);
+    if (has_hidden) hide(s, dp, job.band, key, query);
+    if constexpr (kHasSoftcap) {  // until here dp's registers held tanh
+      weights.pack(dp, kept);
+      if constexpr (kPreloadsDelta) begin_with(dp, statistics.minus_delta + warp::fragment_col(0));
+      ptx::pin(registers(dp));
+      multiply_values();
+    }
     ptx::wgmma_wait<0>();
     ptx::pin(registers(dp));
-    if (has_hidden) hide_gradient(dp, s);
-    Packed p, ds_pairs;
+    if constexpr (kHasDropout) drop(dp, kept, keep_scale, statistics.minus_delta + warp::fragment_col(0));
+    if (kHasBias || has_hidden) hide_gradient(dp, weights);
+    Packed ds_pairs;
 #pragma unroll
     for (int step = 0; step < kQueryTile / 16; ++step) {
 #pragma unroll
       for (int n = 2 * step; n < 2 * step + 2; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) dp.x[0][n][i] *= s.x[0][n][i];
-      warpgroup::pack_pairs<Element>(p[step], s, step);
+        for (int i = 0; i < 4; ++i) dp.x[0][n][i] *= weights.at(n, i);
+      if constexpr (!kHasSoftcap) weights.pack_probabilities(step, kept);
       warpgroup::pack_pairs<Element>(ds_pairs[step], dp, step);
       ptx::stmatrix_transposed(ds_place + ds_stage * kDsBytes + step * 16 * kPanel * 2, ds_pairs[step]);
     }
     ptx::pin(registers(dv));
     ptx::wgmma_fence();
-    multiply_keys(dv, p, ptx::advance(dout, stage_bytes));
+    multiply_keys(dv, weights.p, ptx::advance(dout, stage_bytes));
     ptx::wgmma_commit();
     ptx::fence_async_proxy();
     meet();
@@ -379,6 +544,12 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     ptx::mbarrier_arrive(smem.q_empty[stage]);
   });
 
+  if constexpr (kHasDropout) {
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dv.x[0][n][i] *= keep_scale;
+  }
   // Keys past the live ones still get their zeros.
   const int rows = seq.all_k - key;
 #pragma unroll
@@ -411,8 +582,10 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __g
       ptx::mbarrier_init(smem.q_empty[stage], kConsumerThreads);
       ptx::mbarrier_init(smem.dout_empty[stage], kConsumers);
     }
+    smem.bias.init();
     ptx::mbarrier_init_fence();
     smem.job = Job(params.problem, work);
+    if constexpr (kHasDropout) smem.dropout = attn::Dropout(params.scores, params.problem, work.sequence, 0);
   }
   __syncthreads();
   const int group = warp::uniform(threadIdx.x / kGroup);
@@ -422,6 +595,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __g
     if (smem.job.is_idle()) return;
     if (role == 0 && warp::lane() == 0) load(smem, params);
     if (role == 1) prepare_statistics(smem, params);
+    if (role >= 2) load_bias(smem.bias, smem.job, params.scores, threadIdx.x - 2 * kWarpSize);
   } else {
     ptx::take_registers<kConsumerRegisters>();
     consume(group - 1, smem, params);

@@ -142,10 +142,13 @@ class BwdSm90(_Scores):
         statistics = -(-(8 * self.query_tile + 8) // 16) * 16
         barriers = 8 * (2 + 5 * self.stages)
         total = 2 * (keys + self.stages * stage + ds) + dq + self.stages * statistics + _JOB_BYTES + barriers
+        if self.has_bias:
+            total += _BIAS_STAGES * (_BIAS_BYTES + 16)
         return -(-total // 1024) * 1024
 
 
-_DS_STAGES, _JOB_BYTES = 2, 96  # of bwd_sm90: its kDsStages and sizeof(Job)
+_DS_STAGES, _JOB_BYTES = 2, 96 + 32  # of bwd_sm90: its kDsStages, and sizeof(Job) with sizeof(Dropout)
+_BIAS_STAGES, _BIAS_BYTES = 2, 2**14  # its kBiasStages and sizeof(BiasTile); beside each two barriers
 
 
 @dataclass(frozen=True, slots=True)
