@@ -42,6 +42,8 @@ constexpr bool kSplitsRows = kQueryTile == kConsumers * kRows;
 static_assert(kSplitsRows ? kPanels == 1 : kQueryTile == kRows && kPanels == kConsumers);
 static_assert(kStages > 1, "the next tile's statistics are awaited before this one is done");
 static_assert(attn::kRowPad % kQueryTile == 0, "workspaces are padded to whole tiles");
+// Whether the product of v and dout is issued once p is there, where registers hold no second fragment until then.
+constexpr bool kIsLate = kHasSoftcap || (kHasAlibi && kHasDropout) || (kHeadDim == 64 && (kHasBias || kHasDropout));
 constexpr bool kPreloadsDelta = !kHasDropout;  // which changes dp before D is subtracted
 constexpr int kBiasStages = 2, kBiasLoaders = 2 * kWarpSize;
 
@@ -49,10 +51,10 @@ constexpr int kDsStages = 2;
 using DqFragment = warp::Fragment<1, kPanel / 8>;
 constexpr int kDqFloats = sizeof(DqFragment) / 4 * kWarpSize;  // of a warp
 
+constexpr int kAbsent = 1, kCoarse = 2;
 struct alignas(16) Statistics {
   float lse[kQueryTile], minus_delta[kQueryTile];  // (+inf, 0): the row takes no part
-  int has_absent;                                  // such a row
-  int has_coarse;                                  // an lse beyond kLargeExponent
+  int special;                                     // kAbsent: such a row. kCoarse: an lse beyond kLargeExponent
   float slope;                                     // of the tile's head, for ALiBi, whose part of a column is in lse
 };
 using Exponents = attn::Exponents<kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative>;
@@ -92,6 +94,14 @@ struct Job {
 };
 
 using BiasTile = attn::BiasTile<BiasElement, kKeyTile>;
+// Read tile by tile, where registers are few.
+struct Factors {
+  float* dq_accum;  // of the first head and query
+  int64 head_floats;
+  Exponents exponents;
+  float keep_scale;
+};
+
 // Pieces of the bias, of as many queries as a tile of it holds.
 template <bool kIsThere>
 struct BiasRing {
@@ -119,6 +129,7 @@ struct alignas(1024) Smem {  // a swizzle repeats every 1024 bytes
   Statistics statistics[kStages];
   Job job;
   attn::Dropout dropout;  // of head 0
+  Factors factors;
   ptx::Barrier k_full, v_full, q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages], statistics_full[kStages];
 };
 static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
@@ -176,8 +187,7 @@ __device__ __forceinline__ void prepare_statistics(Smem& smem, const BwdSm90Para
     is_absent = __any_sync(kFullWarp, is_absent);
     is_coarse = __any_sync(kFullWarp, is_coarse);
     if (warp::lane() == 0) {
-      statistics.has_absent = is_absent;
-      statistics.has_coarse = is_coarse;
+      statistics.special = (is_absent ? kAbsent : 0) | (is_coarse ? kCoarse : 0);
       statistics.slope = slope;
     }
     ptx::mbarrier_arrive(smem.statistics_full[ring.stage]);
@@ -240,6 +250,13 @@ struct Kept {
   uint32 words[kQueryTile / 64] = {};
   __device__ __forceinline__ void add(int n, int i, bool is_kept) { words[n / 8] |= is_kept ? 1u << (n % 8 * 4 + i) : 0; }
   __device__ __forceinline__ bool has(int n, int i) const { return words[n / 8] >> (n % 8 * 4 + i) & 1; }
+  // The same, of which nothing is known: what was made of the bits is made again, not kept in registers.
+  __device__ __forceinline__ Kept settled() const {
+    Kept kept;
+#pragma unroll
+    for (int i = 0; i < kQueryTile / 64; ++i) kept.words[i] = ptx::settled(static_cast<int>(words[i]));
+    return kept;
+  }
   __device__ __forceinline__ float select(float x, int n, int i) const { return !kHasDropout || has(n, i) ? x : 0.0f; }
 };
 // `key` and `query`, here and below: of the warp's first element.
@@ -259,11 +276,11 @@ struct BiasReader {
   attn::BiasBlock<BiasElement> block;
   __device__ __forceinline__ explicit BiasReader(BiasRing<true>& pieces) : pieces(pieces) {}
 
-  __device__ __forceinline__ void read(int step, int key_row) {
+  __device__ __forceinline__ void read(int step, int key_row, int lane) {
     constexpr int kSteps = BiasTile::kRows / 16;
     static_assert(kQueryTile / 16 % kSteps == 0);
     if (step % kSteps == 0) ptx::mbarrier_wait(pieces.full[ring.stage], ring.parity);
-    block.read(pieces.tiles[ring.stage], step % kSteps * 16, key_row);
+    block.read(pieces.tiles[ring.stage], step % kSteps * 16, key_row, lane);
     if ((step + 1) % kSteps != 0) return;
     ptx::mbarrier_arrive(pieces.empty[ring.stage]);
     ring.advance();
@@ -273,16 +290,16 @@ struct BiasReader {
 template <>
 struct BiasReader<false> {
   __device__ __forceinline__ explicit BiasReader(BiasRing<false>&) {}
-  __device__ __forceinline__ void read(int, int) {}
+  __device__ __forceinline__ void read(int, int, int) {}
   __device__ __forceinline__ float add(float exponent, int, int) const { return exponent; }
 };
 
 // Scores become p. With a softcap `y` receives its tanh. `lse`: of this lane's first column.
 __device__ __forceinline__ void to_probabilities(ScoreFragment& s, ScoreFragment& y, const Exponents& exponents, const Exponents::Side& side,
-                                                 BiasReader<kHasBias>& bias, int key_row, const float* lse, bool has_coarse) {
+                                                 BiasReader<kHasBias>& bias, int key_row, int lane, const float* lse, bool has_coarse) {
 #pragma unroll
   for (int n = 0; n < kQueryTile / 8; ++n) {
-    if (n % 2 == 0) bias.read(n / 2, key_row);
+    if (n % 2 == 0) bias.read(n / 2, key_row, lane);
     const float2 pair = *reinterpret_cast<const float2*>(lse + 8 * n);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -292,12 +309,9 @@ __device__ __forceinline__ void to_probabilities(ScoreFragment& s, ScoreFragment
       x = bias.add(exponents.of(x, side, i / 2, i % 2 ? pair.y : pair.x), n % 2, i);
     }
   }
-  if (side.needs_mending) {
+  if (side.needs_mending()) {
     __syncwarp();  // a branch, where selections would burden every tile
-#pragma unroll
-    for (int n = 0; n < kQueryTile / 8; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s.x[0][n][i] = side.mended(s.x[0][n][i], i / 2, warp::fragment_col(i) + 8 * n);
+    side.mend(s, ptx::settled(lane));
   }
   if (has_coarse) {
     __syncwarp();  // likewise; a positive exponent is then rounding
@@ -313,26 +327,6 @@ __device__ __forceinline__ void to_probabilities(ScoreFragment& s, ScoreFragment
   for (int n = 0; n < kQueryTile / 8; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) s.x[0][n][i] = ptx::exp2(s.x[0][n][i]);
-}
-
-// p and y of pairs that do not see each other become 0, whatever they were.
-__device__ __forceinline__ void hide(ScoreFragment& p, ScoreFragment& y, const attn::Band<kIsMasked>& band, int key, int query) {
-  __syncwarp();  // a branch, as above
-  const int lane = ptx::settled(warp::lane());  // settled: what follows from it is computed here, not kept in registers for all of a loop
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = key + lane / 4 + 8 * half, first_col = query + lane % 4 * 2;
-    const attn::Range visible = row < band.len_k ? band.queries_of(row, row + 1) : attn::Range{0, 0};
-    const uint32 bits = attn::columns_of({visible.begin - first_col, visible.end - first_col});
-#pragma unroll
-    for (int n = 0; n < kQueryTile / 8; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const bool is_seen = bits >> (2 * n + i) & 1;
-        p.x[0][n][2 * half + i] = is_seen ? p.x[0][n][2 * half + i] : 0.0f;
-        if constexpr (kHasSoftcap) y.x[0][n][2 * half + i] = is_seen ? y.x[0][n][2 * half + i] : 0.0f;
-      }
-  }
 }
 
 // What ds is dp - D times: p, or p dx/ds with a softcap, which then needs p beside it. Both are rounded then, as registers hold no other
@@ -364,25 +358,47 @@ struct Weights {
       warpgroup::pack_pairs<Element>(sloped[step], s, step);
     }
   }
+  // Pairs that do not see each other become 0, whatever they were.
+  __device__ __forceinline__ void hide(const attn::Band<kIsMasked>& band, int key, int query) {
+    __syncwarp();  // a branch, as above
+    const int lane = ptx::settled(warp::lane());  // settled: what follows from it is computed here, not kept in registers for all of a loop
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = key + lane / 4 + 8 * half, first_col = query + lane % 4 * 2;
+      const attn::Range visible = row < band.len_k ? band.queries_of(row, row + 1) : attn::Range{0, 0};
+      const uint32 bits = attn::columns_of({visible.begin - first_col, visible.end - first_col});
+#pragma unroll
+      for (int n = 0; n < kQueryTile / 8; ++n) {
+        if constexpr (kHasSoftcap) {
+          const uint32 seen = (bits >> 2 * n & 1 ? 0x0000ffffu : 0) | (bits >> (2 * n + 1) & 1 ? 0xffff0000u : 0);
+          p[n / 2][n % 2 * 2 + half] &= seen;
+          sloped[n / 2][n % 2 * 2 + half] &= seen;
+        } else {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) s.x[0][n][2 * half + i] = bits >> (2 * n + i) & 1 ? s.x[0][n][2 * half + i] : 0.0f;
+        }
+      }
+    }
+  }
 };
 
-// dp becomes dp - D, of what dropout keeps of it. `minus_delta`: of this lane's first column.
-__device__ __forceinline__ void drop(ScoreFragment& dp, const Kept& kept, float keep_scale, const float* minus_delta) {
+// dp of the tiles [begin, end) becomes dp - D, of what dropout keeps of it. `minus_delta`: of this lane's first column.
+__device__ __forceinline__ void drop(ScoreFragment& dp, const Kept& kept, float keep_scale, const float* minus_delta, int begin, int end) {
 #pragma unroll
-  for (int n = 0; n < kQueryTile / 8; ++n) {
+  for (int n = begin; n < end; ++n) {
     const float2 pair = *reinterpret_cast<const float2*>(minus_delta + 8 * n);
 #pragma unroll
     for (int i = 0; i < 4; ++i) dp.x[0][n][i] = ptx::fma(kept.select(dp.x[0][n][i], n, i), keep_scale, i % 2 ? pair.y : pair.x);
   }
 }
 
-// dp - D of hidden pairs becomes 0, whatever dp and D hold.
-__device__ __forceinline__ void hide_gradient(ScoreFragment& dp, const Weights& w) {
-  if (!kHasBias) __syncwarp();  // a branch, where selections would burden every tile
+// dp - D of hidden pairs becomes 0, whatever dp and D hold; of the tiles [begin, end).
+__device__ __forceinline__ void hide_gradient(ScoreFragment& dp, const Weights& weights, int begin, int end) {
+  if (!kHasBias) __syncwarp();  // likewise
 #pragma unroll
-  for (int n = 0; n < kQueryTile / 8; ++n)
+  for (int n = begin; n < end; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) dp.x[0][n][i] = w.at(n, i) == 0 ? 0.0f : dp.x[0][n][i];
+    for (int i = 0; i < 4; ++i) dp.x[0][n][i] = weights.at(n, i) == 0 ? 0.0f : dp.x[0][n][i];
 }
 
 // By both consumers: rows for which is_zeroed holds.
@@ -402,9 +418,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
   const int lane = warp::lane(), warp_number = warp::uniform(threadIdx.x % kGroup / kWarpSize);
   const bool is_lead = threadIdx.x % kGroup == 0;
   const int key = warp::uniform(job.key_begin) + consumer * kRows + warp_number * kWarpRows;
-  const float keep_scale = ptx::settled(static_cast<float>(params.scores.keep_scale));
   const attn::Band<kIsMasked> band = job.band.uniform();
-  const Exponents exponents(params.scores);
   BiasReader<kHasBias> bias(smem.bias);
   const uint64 k_rows = ptx::descriptor(ptx::shared_address(smem.k[0][consumer * kRows]), 16);
   const uint64 v_rows = ptx::descriptor(ptx::shared_address(smem.v[0][consumer * kRows]), 16);
@@ -413,9 +427,8 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
   const uint64 ds = ptx::descriptor(ptx::shared_address(smem.ds[0][0][kSplitsRows ? consumer * kRows : 0]), 16);
   const uint64 k_columns = ptx::descriptor(ptx::shared_address(smem.k[kSplitsRows ? 0 : consumer]), 16);
   float* const dq_stage = smem.dq[consumer * (kGroup / kWarpSize) + warp_number];
-  const int64 head_floats = attn::padded_rows(params.problem) * kHeadDim;
-  float* const accum = static_cast<float*>(params.dq_accum) + attn::padded_begin(params.problem, seq) * kHeadDim +
-      (kSplitsRows ? (consumer * kRows + warp_number * kWarpRows) * kHeadDim : warp_number * kWarpRows * kHeadDim + consumer * kDqFloats);
+  const int accum_place = kSplitsRows ? (consumer * kRows + warp_number * kWarpRows) * kHeadDim
+                                      : warp_number * kWarpRows * kHeadDim + consumer * kDqFloats;
 
   KeyFragment dk, dv;
   dk.zero();
@@ -434,11 +447,10 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     }
     ptx::mbarrier_wait(smem.v_full, 0);
   }
-  bool has_absent = false, has_coarse = false;
+  int special = 0;
   const auto await_statistics = [&] {
     ptx::mbarrier_wait(smem.statistics_full[ring.stage], ring.parity);
-    has_absent = warp::uniform(smem.statistics[ring.stage].has_absent);
-    has_coarse = warp::uniform(smem.statistics[ring.stage].has_coarse);
+    special = warp::uniform(smem.statistics[ring.stage].special);
   };
   const Walk walk = job.walk.uniform();
   if (!job.is_idle()) await_statistics();
@@ -448,10 +460,10 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     Weights weights;
     ScoreFragment& s = weights.s;
     ScoreFragment dp;
-    if constexpr (kPreloadsDelta && !kHasSoftcap) begin_with(dp, statistics.minus_delta + warp::fragment_col(0));
+    if constexpr (kPreloadsDelta && !kIsLate) begin_with(dp, statistics.minus_delta + warp::fragment_col(0));
     ptx::mbarrier_wait(smem.q_full[stage], ring.parity);
-    const bool is_coarse = has_coarse;
-    if (has_absent) {  // were their q or dout a NaN, 0 times it would reach dk or dv
+    const bool is_coarse = special & kCoarse;
+    if (special & kAbsent) {  // were their q or dout a NaN, 0 times it would reach dk or dv
       ptx::mbarrier_wait(smem.dout_full[stage], ring.parity);
       const auto is_absent = [&](int row) { return statistics.lse[row] == kInfinity; };
       zero_rows(smem.q[stage], is_absent);
@@ -470,7 +482,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
       multiply_scores<kPreloadsDelta>(dp, v_rows, ptx::advance(dout, stage_bytes));
       ptx::wgmma_commit();
     };
-    if (!kHasSoftcap) multiply_values();
+    if (!kIsLate) multiply_values();
 
     const int row_lane = ptx::settled(lane);  // of stmatrix: 8 queries and 8 keys a matrix; settled as in `hide`
     const int ds_row = row_lane / 16 * 8 + row_lane % 8, ds_chunk = 2 * warp_number + row_lane / 8 % 2;
@@ -478,24 +490,31 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     const bool has_hidden = !band.is_full(query, kQueryTile, key, kWarpRows);
     Kept kept;
     if constexpr (kHasDropout) kept = draw(smem.dropout, head, key, query);
-    ptx::wgmma_wait<kHasSoftcap ? 0 : 1>();
+    ptx::wgmma_wait<kIsLate ? 0 : 1>();
     ptx::pin(registers(s));
-    const Exponents::Side side(statistics.slope, query + seq.shift - key);
-    to_probabilities(s, dp, exponents, side, bias, consumer * kRows + warp_number * kWarpRows, statistics.lse + warp::fragment_col(0), is_coarse);
-    if (has_hidden) hide(s, dp, job.band, key, query);
-    if constexpr (kHasSoftcap) {  // until here dp's registers held tanh
-      weights.pack(dp, kept);
+    const Exponents exponents = smem.factors.exponents;
+    const Exponents::Side side(statistics.slope, query + seq.shift - key, row_lane);
+    to_probabilities(s, dp, exponents, side, bias, consumer * kRows + warp_number * kWarpRows, row_lane,
+                     statistics.lse + warp::fragment_col(0), is_coarse);
+    if constexpr (kHasSoftcap) weights.pack(dp, kept);  // until here dp's registers held tanh
+    if (has_hidden) weights.hide(job.band, key, query);
+    if constexpr (kIsLate) {
       if constexpr (kPreloadsDelta) begin_with(dp, statistics.minus_delta + warp::fragment_col(0));
       ptx::pin(registers(dp));
       multiply_values();
     }
     ptx::wgmma_wait<0>();
     ptx::pin(registers(dp));
-    if constexpr (kHasDropout) drop(dp, kept, keep_scale, statistics.minus_delta + warp::fragment_col(0));
-    if (kHasBias || has_hidden) hide_gradient(dp, weights);
+    if constexpr (kHasDropout) kept = kept.settled();
+    const bool hides = kHasBias || has_hidden;  // of a bias, -inf hides
+    if (!kHasDropout && hides) hide_gradient(dp, weights, 0, kQueryTile / 8);
     Packed ds_pairs;
 #pragma unroll
     for (int step = 0; step < kQueryTile / 16; ++step) {
+      if constexpr (kHasDropout) {
+        drop(dp, kept, smem.factors.keep_scale, statistics.minus_delta + warp::fragment_col(0), 2 * step, 2 * step + 2);
+        if (hides) hide_gradient(dp, weights, 2 * step, 2 * step + 2);
+      }
 #pragma unroll
       for (int n = 2 * step; n < 2 * step + 2; ++n)
 #pragma unroll
@@ -525,15 +544,17 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     ptx::pin(registers(dq));
     if (lane == 0) ptx::tma_wait_read();  // of the tile before
     __syncwarp();
+    const int stage_lane = ptx::settled(lane);
 #pragma unroll
     for (int n = 0; n < kPanel / 8; ++n) {
       const float* x = dq.x[0][n];
-      reinterpret_cast<float4*>(dq_stage)[n * kWarpSize + lane] = float4{x[0], x[1], x[2], x[3]};
+      reinterpret_cast<float4*>(dq_stage)[n * kWarpSize + stage_lane] = float4{x[0], x[1], x[2], x[3]};
     }
     ptx::fence_async_proxy();
     __syncwarp();
     if (lane == 0) {
-      ptx::bulk_reduce_add(accum + head * head_floats + static_cast<int64>(query) * kHeadDim, dq_stage, kDqFloats * 4);
+      float* const accum = smem.factors.dq_accum + head * smem.factors.head_floats + static_cast<int64>(query) * kHeadDim;
+      ptx::bulk_reduce_add(accum + accum_place, dq_stage, kDqFloats * 4);
       ptx::tma_commit();
     }
     ring.advance();
@@ -548,7 +569,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) dv.x[0][n][i] *= keep_scale;
+      for (int i = 0; i < 4; ++i) dv.x[0][n][i] *= static_cast<float>(params.scores.keep_scale);
   }
   // Keys past the live ones still get their zeros.
   const int rows = seq.all_k - key;
@@ -585,6 +606,8 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __g
     smem.bias.init();
     ptx::mbarrier_init_fence();
     smem.job = Job(params.problem, work);
+    const int64 padded_begin = attn::padded_begin(params.problem, work.sequence);
+    smem.factors = {static_cast<float*>(params.dq_accum) + padded_begin * kHeadDim, attn::padded_rows(params.problem) * kHeadDim, Exponents(params.scores), static_cast<float>(params.scores.keep_scale)};
     if constexpr (kHasDropout) smem.dropout = attn::Dropout(params.scores, params.problem, work.sequence, 0);
   }
   __syncthreads();

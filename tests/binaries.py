@@ -147,6 +147,22 @@ def hopper_backwards(device: Device) -> dict[str, Plan[Any]]:
     return found
 
 
+def hopper_backwards_of_changed_scores(device: Device, *, are_all_dtypes: bool) -> dict[str, Plan[Any]]:
+    """Name to plan: bwd_sm90 with every set of score changes that it serves; float16 spills what bfloat16 spills."""
+    found: dict[str, Plan[Any]] = {}
+    switches = "softcap", "alibi", "dropout"
+    biases = (None, "bfloat16", "float32", "float64", "float16") if are_all_dtypes else (None, "bfloat16", "float32")
+    dtypes = ("bfloat16", "float16") if are_all_dtypes else ("bfloat16",)
+    for dtype, dim, mask, bias in itertools.product(dtypes, (64, 128), (Mask.NONE, Mask.BAND), biases):
+        for on in itertools.product((False, True), repeat=len(switches)):
+            features = Features(bias=bias is not None, **dict(zip(switches, on, strict=True)))
+            asked = spec(dtype, dim, features=features, mask=mask, bias_dtype=bias, dbias_dtype=bias)
+            plan = plan_backward(asked, device).main
+            if plan.kernel == "bwd_sm90":
+                found[f"{dtype}, {dim}, {mask.name}, {features}, bias {bias}"] = plan
+    return found
+
+
 def everything(device: Device) -> dict[Any, Plan[Any]]:
     """Every binary that a Spec can reach on this device."""
     axes = {"dtype": DTYPES, "dim": HEAD_DIMS, "dim_v": HEAD_DIMS} | AXES

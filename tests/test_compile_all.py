@@ -66,6 +66,17 @@ def test_no_tile_of_hoppers_backward_spills(pool: ProcessPoolExecutor) -> None:
     assert not {name: report for name, report in reports.items() if report.log or report.spill_bytes}
 
 
+@pytest.mark.timeout(1800)
+def test_no_change_of_scores_makes_hoppers_backward_spill(
+    pool: ProcessPoolExecutor, request: pytest.FixtureRequest
+) -> None:
+    are_all_dtypes = request.config.getoption("--all")
+    named = binaries.hopper_backwards_of_changed_scores(KNOWN[90], are_all_dtypes=are_all_dtypes)
+    assert len({plan.constants.head_dim for plan in named.values() if plan.constants.has_dropout}) == 2
+    reports = dict(zip(named, pool.map(binaries.compile_to_report, named.values()), strict=True))
+    assert not {name: report for name, report in reports.items() if report.log or report.spill_bytes}
+
+
 def test_recorded_spills_belong_to_tiles_that_exist() -> None:
     keys = {
         binaries.allowance_key(plan.constants) for device in KNOWN.values() for plan in binaries.cover(device).values()

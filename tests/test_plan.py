@@ -167,6 +167,18 @@ def test_hopper_has_its_own_forward(request_name: str, dtype: str, dims: tuple[i
             assert other.kernel == "fwd_generic" and "sm90" not in other.why
 
 
+CROWDED = Features(softcap=True, bias=True, dropout=True)
+
+
+def test_a_bias_of_hoppers_backward_has_its_gradient_from_another_kernel() -> None:
+    """Which the plan says; and at D 128 everything goes together."""
+    for features in (Features(bias=True), CROWDED):
+        asked = spec(dim=128, features=features, bias_dtype="float32", dbias_dtype="float32")
+        plan = plan_backward(asked, KNOWN[90])
+        assert plan.main.kernel == "bwd_sm90" and "dbias is bwd_dbias_generic's" in plan.main.why
+        assert plan.dbias is not None and plan.dbias.kernel == "bwd_dbias_generic"
+
+
 @pytest.mark.parametrize("dims", [(8, 8), (40, 40), (64, 64), (96, 96), (128, 128), (128, 64), (64, 128)], ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
@@ -175,6 +187,16 @@ def test_hopper_has_its_own_forward(request_name: str, dtype: str, dims: tuple[i
         {},
         {"mask": Mask.BAND},
         {"features": Features(negative_scale=True)},
+        {"features": Features(softcap=True)},
+        {"features": Features(alibi=True)},
+        {"features": Features(dropout=True)},
+        {"features": Features(softcap=True, alibi=True, dropout=True)},
+        {"features": Features(bias=True), "bias_dtype": "float64", "dbias_dtype": "float64", "mask": Mask.BAND},
+        {
+            "features": Features(alibi=True, bias=True, dropout=True),
+            "bias_dtype": "bfloat16",
+            "dbias_dtype": "bfloat16",
+        },
         {"packed": True},
         {"heads_q": 16, "heads_kv": 2},
         {"grad_dtype": "float32", "accumulate": True},
@@ -197,10 +219,7 @@ def test_hopper_has_its_own_backward(changes: dict[str, Any], dtype: str, dims: 
     [
         (spec(dim=136), "head dims up to 128, not 136"),
         (spec(dim=64, dim_v=192), "head dims up to 128, not 192"),
-        (spec(features=Features(softcap=True)), "no softcap, ALiBi, bias or dropout"),
-        (spec(features=Features(alibi=True)), "no softcap"),
-        (spec(features=Features(bias=True), bias_dtype="float32", dbias_dtype="float32"), "no softcap"),
-        (spec(features=Features(dropout=True)), "no softcap"),
+        (spec(features=CROWDED, bias_dtype="float32", dbias_dtype="float32"), "no softcap, bias and dropout together"),
         (spec(deterministic=True), "no fixed order"),
         (spec("float32"), "not float32"),
         (spec(align=8), "aligned to 8 bytes"),

@@ -147,7 +147,7 @@ class BwdSm90(_Scores):
         return -(-total // 1024) * 1024
 
 
-_DS_STAGES, _JOB_BYTES = 2, 96 + 32  # of bwd_sm90: its kDsStages, and sizeof(Job) with sizeof(Dropout)
+_DS_STAGES, _JOB_BYTES = 2, 96 + 32 + 32  # of bwd_sm90: its kDsStages, and sizeof(Job) with Dropout and Factors
 _BIAS_STAGES, _BIAS_BYTES = 2, 2**14  # its kBiasStages and sizeof(BiasTile); beside each two barriers
 
 

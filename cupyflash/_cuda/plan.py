@@ -236,8 +236,8 @@ def why_not_bwd_sm90(spec: Spec) -> str | None:
     features, dim, largest = spec.features, max(spec.head_dim, spec.head_dim_v), max(tiles.BWD_SM90)
     if dim > largest:
         return f"it has head dims up to {largest}, not {dim}"
-    if features.softcap or features.alibi or features.bias or features.dropout:
-        return "it has no softcap, ALiBi, bias or dropout"
+    if dim <= min(tiles.BWD_SM90) and features.softcap and features.bias and features.dropout:
+        return "its registers hold no softcap, bias and dropout together in the tile of head dims up to 64"
     if spec.deterministic:
         return "it adds dq in no fixed order"
     return why_not_sm90(spec)
@@ -251,7 +251,8 @@ def legal_main(spec: Spec, device: Device) -> Iterator[Plan[Any]]:
         if why_not is None:
             dim = next(tile for tile in tiles.BWD_SM90 if max(spec.head_dim, spec.head_dim_v) <= tile)
             both = {"head_dim": dim, "head_dim_v": dim}
-            yield from _fitting(BwdSm90, tiles.BWD_SM90[dim], spec, device, **both, **gradients)
+            dbias = "; dbias is bwd_dbias_generic's" if spec.features.bias else ""
+            yield from _fitting(BwdSm90, tiles.BWD_SM90[dim], spec, device, dbias, **both, **gradients)
         else:
             note = f"; not bwd_sm90: {why_not}"
     rows = _rows(tiles.BWD, spec)

@@ -15,7 +15,7 @@ using BiasTile = tile::Shared<T, 16384 / (kKeys * static_cast<int>(sizeof(T))), 
 template <int kBytes, int kThreads, class T, class Tile>
 __device__ __forceinline__ void copy_bias(Tile& tile, const Bias<T>& bias, int query, int key, int len_q, int len_k, int thread) {
   constexpr int kCount = kBytes / sizeof(T), kCopies = Tile::kCols / kCount;  // elements of a copy, copies of a row
-#pragma unroll 4
+#pragma unroll(kBytes < 4 ? 4 : 1)
   for (int i = thread; i < Tile::kRows * kCopies; i += kThreads) {
     const int row = i / kCopies, col = i % kCopies * kCount;
     const int valid = query + row < len_q ? clamp(len_k - key - col, 0, kCount) : 0;
@@ -48,11 +48,11 @@ template <class T, bool kIsPaired = kIsHalf<T>>
 struct BiasBlock {
   T x[2][4];
   template <class Tile>
-  __device__ __forceinline__ void read(const Tile& tile, int row, int col) {
+  __device__ __forceinline__ void read(const Tile& tile, int row, int col, int lane) {
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[n][i] = *tile.at(row + 8 * n + warp::fragment_col(i), col + warp::fragment_row(i));
+      for (int i = 0; i < 4; ++i) x[n][i] = *tile.at(row + 8 * n + lane % 4 * 2 + i % 2, col + lane / 4 + i / 2 * 8);
   }
   __device__ __forceinline__ float at(int n, int i) const { return convert<float>(x[n][i]); }
 };
@@ -60,8 +60,7 @@ template <class T>
 struct BiasBlock<T, true> {
   uint32 pairs[4];
   template <class Tile>
-  __device__ __forceinline__ void read(const Tile& tile, int row, int col) {
-    const int lane = warp::lane();
+  __device__ __forceinline__ void read(const Tile& tile, int row, int col, int lane) {
     ptx::ldmatrix<true>(pairs, ptx::shared_address(tile.at(row + lane / 16 * 8 + lane % 8, col + lane / 8 % 2 * 8)));
   }
   __device__ __forceinline__ float at(int n, int i) const { return unpack<T>(pairs[2 * n + i / 2], i % 2); }

@@ -17,8 +17,6 @@ struct Exponents {
   __device__ __forceinline__ explicit Exponents(const Scores& p) : unit(p.fold), softcap_scale(p.softcap_scale) {
     if constexpr (!kIsRaw) unit *= static_cast<float>(kHasSoftcap ? p.softcap : p.scale);
     if constexpr (kIsScaleNegative) unit = -unit;
-    unit = ptx::settled(unit);
-    if constexpr (kHasSoftcap) softcap_scale = ptx::settled(softcap_scale);
   }
 
   // m log2(e) of a head.
@@ -29,20 +27,28 @@ struct Exponents {
   // What an LSE holds besides itself, `col` queries behind the tile's first.
   __device__ __forceinline__ static float column_part(float slope, int col) { return kHasAlibi ? slope * static_cast<float>(col) : 0; }
 
-  // What a warp's 16 keys need for ALiBi in a tile. `first_distance`: p - r of the tile's first query and the first key.
+  // What a warp's 16 keys need for ALiBi in a tile. `first_distance`: p - r of its first query and its first key.
   struct Side {
-    float slope, distance[2], part[2];  // of a lane's two keys
-    bool needs_mending;                 // some key comes behind a query
-    __device__ __forceinline__ Side(float slope, int first_distance) : slope(slope), needs_mending(kHasAlibi && first_distance < 15) {
+    int first_distance;
+    float slope, part[2];  // of a lane's two keys
+    __device__ __forceinline__ Side(float slope, int first_distance, int lane) : first_distance(first_distance), slope(slope) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) part[half] = -slope * static_cast<float>(first_distance - lane / 4 - 8 * half);
+    }
+    __device__ __forceinline__ bool needs_mending() const { return kHasAlibi && first_distance < 15; }  // some key comes behind a query
+    template <int kN>
+    __device__ __forceinline__ void mend(warp::Fragment<1, kN>& x, int lane) const {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        distance[half] = static_cast<float>(first_distance - warp::fragment_row(2 * half));
-        part[half] = -slope * distance[half];
+        const float distance = static_cast<float>(first_distance - lane / 4 - 8 * half + lane % 4 * 2);  // of the lane's first query
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& exponent = x.x[0][n][2 * half + i];
+            exponent = ptx::fma(2 * slope, min_of(distance + static_cast<float>(8 * n + i), 0.0f), exponent);
+          }
       }
-    }
-    // x with what is missing where the key comes behind the query, which is `col` queries on.
-    __device__ __forceinline__ float mended(float x, int half, int col) const {
-      return ptx::fma(2 * slope, min_of(distance[half] + static_cast<float>(col), 0.0f), x);
     }
   };
 
