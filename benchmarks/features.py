@@ -1,7 +1,7 @@
-"""What changes of scores cost a forward, and packed sequences: `python -m benchmarks.features --json FILE`.
+"""What changes of scores cost, gradients in order, and packed sequences: `python -m benchmarks.features --json FILE`.
 
-Each takes turns with a call of the same shape that is plain and dense. Its result is held to that of `fwd_generic`
-before the clock runs, which the GPU suite holds to float64.
+Each takes turns with a call of the same shape that is plain and dense. Its result is held to that of the generic
+kernels before the clock runs, which the GPU suite holds to float64.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ PACKED_ROWS = (100, 4000)  # of a sequence
 @dataclass(frozen=True, slots=True)
 class Feature:
     name: str
-    limit: float  # of its time over plain's, per visible pair
+    limits: tuple[float | None, float | None]  # of its time over plain's, forward and backward; None: it is not there
     options: dict[str, Any]
     arrays: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
-    """A contestant: a forward alone."""
+class Calls:
+    """A contestant."""
 
     forward: Callable[[], Any]
+    backward: Callable[[], Any] | None = None
 
     def context(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -60,16 +61,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(case: Case, device: Any, reps: int) -> Iterator[dict[str, Any]]:
-    q, k, v, _ = inputs(case, device)
-    plain = Forward(_prepared({}, {"q": q, "k": k, "v": v}, case))
+    q, k, v, dout = inputs(case, device)
+    arrays = {"q": q, "k": k, "v": v}
+    plain = _calls({}, arrays, case, dout)
     for feature in features(case, device):
-        call = Forward(_prepared(feature.options, {"q": q, "k": k, "v": v, **feature.arrays}, case))
-        taken = times(case, {"plain": plain, "feature": call}, "forward", reps, device)
-        yield _record(feature.name, feature.limit, taken)
+        call = _calls(feature.options, {**arrays, **feature.arrays}, case, dout)
+        for one_pass, limit in zip(("forward", "backward"), feature.limits, strict=True):
+            if limit is not None:
+                taken = times(case, {"plain": plain, "feature": call}, one_pass, reps, device)
+                yield _record(f"{feature.name}, {one_pass}", limit, taken)
     lengths = packed_lengths(case)
     offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     rows = {name: x.flatten(0, 1)[: sum(lengths)].contiguous() for name, x in (("q", q), ("k", k), ("v", v))}
-    packed = Forward(_prepared({"layout": "thd"}, {**rows, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}, case))
+    packed = _calls({"layout": "thd"}, {**rows, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}, case)
     pairs = sum(n * (n + 1) / 2 for n in lengths) / (case.batch * case.length * (case.length + 1) / 2)
     name = f"packed, {min(lengths):,} to {max(lengths):,} rows, per visible pair"
     taken = times(case, {"plain": plain, "feature": packed}, "forward", reps, device)
@@ -82,14 +86,16 @@ def features(case: Case, device: Any) -> Iterator[Feature]:
     def normal(*shape: int) -> Any:
         return torch.randn(shape, generator=generator, device=device)
 
-    yield Feature("softcap 30", 1.25, {"softcap": 30.0}, {})
-    yield Feature("ALiBi", 1.15, {}, {"alibi_slopes": normal(case.heads_q).abs()})
-    yield Feature("a sink", 1.15, {}, {"sink": normal(case.heads_q)})
-    yield Feature("dropout", 1.8, {"dropout_p": 0.1}, {"seed": 1})
+    yield Feature("softcap 30", (1.25, 1.3), {"softcap": 30.0}, {})
+    yield Feature("ALiBi", (1.15, 1.15), {}, {"alibi_slopes": normal(case.heads_q).abs()})
+    yield Feature("a sink", (1.15, 1.15), {}, {"sink": normal(case.heads_q)})
+    yield Feature("dropout", (1.8, 1.8), {"dropout_p": 0.1}, {"seed": 1})
+    yield Feature("gradients in order", (None, 1.08), {"deterministic": True}, {})
+    yield Feature("gradients in float32", (None, 1.05), {"grad_dtype": "float32"}, {})
     for dtype in (torch.bfloat16, torch.float32):
         bias = normal(1, case.heads_q, case.length, case.length).to(dtype)
         name = f"a {str(dtype).removeprefix('torch.')} bias, the same in every batch row"
-        yield Feature(name, 1.6, {}, {"bias": bias})
+        yield Feature(name, (1.6, None), {}, {"bias": bias})
 
 
 def packed_lengths(case: Case) -> list[int]:
@@ -104,12 +110,21 @@ def packed_lengths(case: Case) -> list[int]:
         lengths.append(more)
 
 
-def _prepared(options: dict[str, Any], arrays: dict[str, Any], case: Case) -> Callable[[], Any]:
+def _calls(options: dict[str, Any], arrays: dict[str, Any], case: Case, dout: Any = None) -> Calls:
+    """Prepared, and right; without dout a forward alone."""
     attention = cf.Attention(causal=case.is_causal, **options)
     out, lse = attention.fwd(**arrays)
+    forward = attention.prepare(**arrays, out=out, lse=lse)
     if out.is_cuda:
         torch.testing.assert_close(out, attention.fwd(**arrays, plan="fwd_generic").out, rtol=2**-6, atol=2**-6)
-    return attention.prepare(**arrays, out=out, lse=lse)
+    if dout is None or "bias" in arrays:  # whose gradient would be timed too
+        return Calls(forward)
+    saved = {"out": out, "lse": lse, "dout": dout}
+    if out.is_cuda:
+        both = (attention.bwd(**arrays, **saved, plan=plan) for plan in (None, "bwd_generic"))
+        for mine, other in zip(*both, strict=True):
+            torch.testing.assert_close(mine.float(), other.float(), rtol=2**-5, atol=2**-6)
+    return Calls(forward, attention.prepare(**arrays, **saved, backward=True))
 
 
 def _record(name: str, limit: float, times_ms: dict[str, list[float]], work: float = 1.0) -> dict[str, Any]:

@@ -12,11 +12,12 @@
 // Shared    k, v for the whole block; q, dout [kStages]: all in panels of 64 columns, swizzled; p [kPlaces] as its lanes have it.
 // Barriers  of attn/key_tile.cuh. Named, of each place: p is there, which consumer 0 says; p has been read, which consumer 1 says.
 // Order     dk and dv: fixed, head by head and tile by tile.
-#include "attn/key_tile.cuh"
+#include "attn/key_scores.cuh"
 
 namespace cf {
 
 static_assert(kKeyTile == kRows);
+static_assert(!kHasSoftcap && !kHasAlibi && !kHasBias && !kHasDropout, "those are bwd_generic's");
 constexpr int kPlaces = 2;
 using Passage = uint4[kQueryTile / 16][kGroup];
 
@@ -44,15 +45,18 @@ static_assert(kPlaces == 2);
 // Before a tile's first product.
 __device__ __forceinline__ void await(Smem& smem, const Ring<kStages>& ring) {
   ptx::mbarrier_wait(smem.control.statistics_full[ring.stage], ring.parity);
-  if (warp::uniform(smem.control.statistics[ring.stage].has_absent)) zero_absent(smem.tiles, smem.control, ring);
+  if (warp::uniform(smem.control.statistics[ring.stage].special) & kAbsent) zero_absent(smem.tiles, smem.control, ring);
 }
 
 __device__ __forceinline__ void make_dv(Smem& smem, const BwdSm90Params& params) {
   Control& control = smem.control;
   const Job& job = control.job;
-  const int lane = warp::lane(), thread = threadIdx.x % kGroup;
+  const int thread = threadIdx.x % kGroup;
   const int key = warp::uniform(job.key_begin + thread / kWarpSize * kWarpRows);
-  const float fold = ptx::settled(static_cast<float>(kIsScaleNegative ? -params.scores.fold : params.scores.fold));
+  Exponents exponents(params.scores);
+  exponents.unit = ptx::settled(exponents.unit);
+  BiasRing<false> no_bias;
+  BiasReader<false> bias(no_bias);
   const attn::Band<kIsMasked> band = job.band.uniform();
   const Walk walk = job.walk.uniform();
   const uint64 k = ptx::descriptor(ptx::shared_address(smem.tiles.k), 16), q = ptx::descriptor(ptx::shared_address(smem.tiles.q), 16);
@@ -61,7 +65,8 @@ __device__ __forceinline__ void make_dv(Smem& smem, const BwdSm90Params& params)
   warp::Fragment<1, kHeadDimV / 8> dv;
   dv.zero();
   ptx::pin(registers(dv));
-  ScoreFragment s;
+  Weights weights;
+  ScoreFragment& s = weights.s;
   Position at;
   const auto await_scores = [&] {
     await(smem, at.next);
@@ -85,12 +90,13 @@ __device__ __forceinline__ void make_dv(Smem& smem, const BwdSm90Params& params)
     const bool has_hidden = !band.is_full(query, kQueryTile, key, kWarpRows);
     ptx::wgmma_wait<0>();
     ptx::pin(registers(s));
-    to_probabilities(s, statistics.lse + warp::fragment_col(0), fold, warp::uniform(statistics.has_coarse));
-    if (has_hidden) hide(s, job.band, key, query);
+    to_probabilities(s, s, exponents, Exponents::Side(0, 0, 0), bias, 0, 0, statistics.lse + warp::fragment_col(0),
+                     warp::uniform(statistics.special) & kCoarse);
+    if (has_hidden) weights.hide(job.band, key, query);
     ptx::mbarrier_arrive(control.q_empty[stage]);
-    Packed p;
+    const Packed& p = weights.p;
 #pragma unroll
-    for (int step = 0; step < kQueryTile / 16; ++step) warpgroup::pack_pairs<Element>(p[step], s, step);
+    for (int step = 0; step < kQueryTile / 16; ++step) weights.pack_probabilities(step, Kept());
     if (at.count >= kPlaces) ptx::named_barrier_sync(kReadBarrier + at.place, kConsumerThreads);
 #pragma unroll
     for (int step = 0; step < kQueryTile / 16; ++step)
@@ -117,7 +123,7 @@ __device__ __forceinline__ void make_dv(Smem& smem, const BwdSm90Params& params)
 __device__ __forceinline__ void make_dk(Smem& smem, const BwdSm90Params& params) {
   Control& control = smem.control;
   const Job& job = control.job;
-  const int lane = warp::lane(), thread = threadIdx.x % kGroup;
+  const int thread = threadIdx.x % kGroup;
   const int key = warp::uniform(job.key_begin + thread / kWarpSize * kWarpRows);
   const attn::Band<kIsMasked> band = job.band.uniform();
   const Walk walk = job.walk.uniform();
@@ -153,15 +159,16 @@ __device__ __forceinline__ void make_dk(Smem& smem, const BwdSm90Params& params)
     ptx::pin(registers(dp));
     if (thread == 0) ptx::mbarrier_arrive(control.dout_empty[stage]);
     ptx::named_barrier_sync(kThereBarrier + at.place, kConsumerThreads);
-    ScoreFragment p;
+    Weights weights;
+    const ScoreFragment& p = weights.s;
 #pragma unroll
     for (int step = 0; step < kQueryTile / 16; ++step) {
       const uint4 pairs = smem.p[at.place][step][thread];
       const uint32 words[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
-      warpgroup::unpack_pairs<Element>(p, words, step);
+      warpgroup::unpack_pairs<Element>(weights.s, words, step);
     }
     ptx::named_barrier_arrive(kReadBarrier + at.place, kConsumerThreads);
-    if (has_hidden) hide_gradient(dp, p);
+    if (has_hidden) hide_gradient(dp, weights, 0, kQueryTile / 8);
     Packed ds;
 #pragma unroll
     for (int step = 0; step < kQueryTile / 16; ++step) {
@@ -196,10 +203,11 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_dkv_sm90(const
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const attn::Work work = attn::find_work<false, kKeyTile>(params.problem, blockIdx.x);
   if (work.tile < 0) return;
-  if (threadIdx.x == 0) prepare_block(smem.control, params.problem, work, false);
+  if (threadIdx.x == 0) prepare_block(smem.control, params.problem, work);
   __syncthreads();
   const int group = warp::uniform(threadIdx.x / kGroup);
   if (group == 0) {
+    ptx::give_registers<kProducerRegisters>();
     produce(smem.tiles, smem.control, params);
   } else {
     ptx::take_registers<kConsumerRegisters>();

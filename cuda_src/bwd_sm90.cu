@@ -2,9 +2,10 @@
 //
 //   loader, one thread:      copies k and v once, then q and dout tile by tile into a ring of stages
 //   statistician, one warp:  lse and D of the tile's rows, and what is special about them
+//   the other two warps:     the bias, if there is one, piece by piece into a ring of its own
 //   consumers, 64 keys each, for each query head of the group, for each query tile that sees the keys:
 //     s^T = k q^T            dp^T - D = v dout^T - D
-//     p^T = exp(x^T - lse)   ds^T = p^T (dp^T - D)
+//     p^T = exp(x^T - lse)   ds^T = p^T (dp^T - D) dx/ds
 //     dv += p^T dout         dk += ds^T q             from registers
 //     dq = ds k            of the rows or columns that are this consumer's, ds of both consumers through shared memory;
 //                          added to dq_accum by bulk reductions, each warp its own part
@@ -12,11 +13,12 @@
 //
 // Without kMakesDq the last product is left to bwd_dq_sm90. kIsAlone: there is one key tile; then a block's dq is all of it, and stored.
 // Shared    k, v [kKeyTile, kHeadDim] for the whole block; q, dout [kStages][kQueryTile, kHeadDim]; ds [2][kQueryTile, kKeyTile]: all in
-//           panels of 64 columns, swizzled; dq of each warp in fragment order.
-// Barriers  of attn/key_tile.cuh. Named, of both consumers: ds is written. One for each tile is enough, as ds has two places: whoever
-//           writes a place again has passed the barrier that the other reaches only after its product with it.
+//           panels of 64 columns, swizzled; dq of each warp in fragment order; two pieces of 16 KiB of the bias.
+// Barriers  of attn/key_tile.cuh. Of a piece of the bias, full: all who load it; empty: every consumer's thread. Named, of both consumers:
+//           ds is written, or rows have been zeroed. One for each tile is enough, as ds has two places: whoever writes a place again has
+//           passed the barrier that the other reaches only after its product with it.
 // Order     dk and dv: fixed, head by head and tile by tile. dq: the order in which blocks arrive.
-#include "attn/key_tile.cuh"
+#include "attn/key_scores.cuh"
 
 namespace cf {
 
@@ -24,7 +26,8 @@ static_assert(kKeyTile == kConsumers * kRows && kHeadDim == kHeadDimV);
 // dq is split so that each product is 64 x 64: by query rows, or by panels of columns.
 constexpr bool kSplitsRows = kQueryTile == kConsumers * kRows;
 static_assert(!kMakesDq || (kSplitsRows ? kPanels == 1 : kQueryTile == kRows && kPanels == kConsumers));
-static_assert(!kHasSoftcap && !kHasAlibi && !kHasBias && !kHasDropout, "those are bwd_generic's");
+// Whether the product of v and dout is issued once p is there, where registers hold no second fragment until then.
+constexpr bool kIsLate = kHasSoftcap || (kHasAlibi && kHasDropout) || (kHeadDim == 64 && (kHasBias || kHasDropout || !kMakesDq));
 
 constexpr int kDsStages = 2;
 using DqFragment = warp::Fragment<1, kPanel / 8>;
@@ -44,8 +47,19 @@ struct WithDq : WithDs<kMakesDq> {
 template <>
 struct WithDq<false> : WithDs<kMakesDq> {};
 
+// Read tile by tile, where registers are few.
+struct Factors {
+  float* dq_accum;  // of the first head and query
+  int64 head_floats;
+  Exponents exponents;
+  float keep_scale;
+};
+
 struct alignas(1024) Smem : WithDq<kMakesDq && !kIsAlone> {  // a swizzle repeats every 1024 bytes
+  BiasRing<kHasBias> bias;
   Control control;
+  attn::Dropout dropout;  // of head 0
+  Factors factors;
 };
 static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
 constexpr int kDsBytes = sizeof(WithDs<true>::ds) / kDsStages;
@@ -58,23 +72,16 @@ struct DqPart {
   int consumer, warp_number;
   uint64 ds, k;       // operands: this consumer's rows or columns
   uint32 ds_row;      // where this lane writes its part of ds
-  int64 head_floats;  // from head to head in dq_accum
-  int64 first;        // in it: this warp's part, for head 0 and query 0
   int place = 0;      // of ds
   DqFragment dq;
 
-  __device__ __forceinline__ DqPart(int consumer, Smem& smem, const BwdSm90Params& params)
+  __device__ __forceinline__ DqPart(int consumer, Smem& smem)
       : consumer(consumer), warp_number(warp::uniform(threadIdx.x % kGroup / kWarpSize)) {
     ds = ptx::descriptor(ptx::shared_address(smem.ds[0][0][kSplitsRows ? consumer * kRows : 0]), 16);
     k = ptx::descriptor(ptx::shared_address(smem.k[kSplitsRows ? 0 : consumer]), 16);
-    head_floats = ptx::settled(attn::padded_rows(params.problem) * kHeadDim);
-    const int part = kSplitsRows ? (consumer * kRows + warp_number * kWarpRows) * kHeadDim
-                                 : warp_number * kWarpRows * kHeadDim + consumer * kDqFloats;
-    first = ptx::settled(attn::padded_begin(params.problem, smem.control.job.sequence) * kHeadDim + part);
   }
   // Before a tile's are written.
-  __device__ __forceinline__ void find_place(Smem& smem) {
-    const int lane = ptx::settled(warp::lane());  // of stmatrix: 8 queries and 8 keys a matrix; settled as in `hide`
+  __device__ __forceinline__ void find_place(Smem& smem, int lane) {  // of stmatrix: 8 queries and 8 keys a matrix
     const int row = lane / 16 * 8 + lane % 8, chunk = 2 * warp_number + lane / 8 % 2;
     ds_row = ptx::shared_address(&smem.ds[0][consumer][row][(chunk ^ row % 8) * 8]);
   }
@@ -99,7 +106,7 @@ struct DqPart {
   // Behind the wait for it.
   __device__ __forceinline__ void deliver(int head, int query, Smem& smem, const BwdSm90Params& params) {
     if constexpr (kIsAlone) store(head, query, smem, params);
-    else add(head, query, smem, params);
+    else add(head, query, smem);
   }
   __device__ __forceinline__ void store(int head, int query, Smem& smem, const BwdSm90Params& params) {
     const attn::Sequence& seq = smem.control.job.sequence;
@@ -109,8 +116,8 @@ struct DqPart {
     warp::store_global<GradElement, kCopyBytes, kAccumulate>(attn::rows<GradElement>(params.dq, seq, seq.q_begin, head, row) + col,
                                                              params.dq.stride_n, seq.len_q - row, params.problem.head_dim - col, dq);
   }
-  __device__ __forceinline__ void add(int head, int query, Smem& smem, const BwdSm90Params& params) {
-    const int lane = warp::lane();
+  __device__ __forceinline__ void add(int head, int query, Smem& smem) {
+    const int lane = ptx::settled(warp::lane());
     float* const stage = smem.dq[consumer * (kGroup / kWarpSize) + warp_number];
     ptx::pin(registers(dq));
     if (lane == 0) ptx::tma_wait_read();  // of the tile before
@@ -123,8 +130,10 @@ struct DqPart {
     ptx::fence_async_proxy();
     __syncwarp();
     if (lane == 0) {
-      const int64 place = first + head * head_floats + static_cast<int64>(query) * kHeadDim;
-      ptx::bulk_reduce_add(static_cast<float*>(params.dq_accum) + place, stage, kDqFloats * 4);
+      constexpr int kWarpFloats = kWarpRows * kHeadDim;
+      const int part = kSplitsRows ? (consumer * (kRows / kWarpRows) + warp_number) * kWarpFloats : warp_number * kWarpFloats + consumer * kDqFloats;
+      float* const accum = smem.factors.dq_accum + head * smem.factors.head_floats + static_cast<int64>(query) * kHeadDim;
+      ptx::bulk_reduce_add(accum + part, stage, kDqFloats * 4);
       ptx::tma_commit();
     }
   }
@@ -134,27 +143,40 @@ struct DqPart {
 };
 template <>
 struct DqPart<false> {
-  __device__ __forceinline__ DqPart(int, Smem&, const BwdSm90Params&) {}
-  __device__ __forceinline__ void find_place(Smem&) {}
+  __device__ __forceinline__ DqPart(int, Smem&) {}
+  __device__ __forceinline__ void find_place(Smem&, int) {}
   __device__ __forceinline__ void write(int, const uint32 (&)[4]) const {}
   __device__ __forceinline__ void multiply() {}
   __device__ __forceinline__ void deliver(int, int, Smem&, const BwdSm90Params&) {}
   __device__ __forceinline__ void finish() const {}
 };
 
+// dq of rows in tiles that see none of the keys, where no other block has any: by both consumers.
+__device__ __forceinline__ void store_unseen(const Job& job, const BwdSm90Params& params) {
+  const attn::Sequence& seq = job.sequence;
+  const int group = params.problem.heads_q / params.problem.heads_kv, cols = params.problem.head_dim;
+  const int begin = job.is_idle() ? 0 : job.walk.query_begin, end = job.is_idle() ? 0 : ceil_div(job.walk.query_end, kQueryTile) * kQueryTile;
+  for (int head = job.kv_head * group; head < (job.kv_head + 1) * group; ++head)
+    for (int row = threadIdx.x / kWarpSize - kGroup / kWarpSize; row < seq.len_q; row += kConsumerThreads / kWarpSize)
+      if (row < begin || row >= end)
+        for (int col = warp::lane(); col < cols; col += kWarpSize)
+          attn::rows<GradElement>(params.dq, seq, seq.q_begin, head, row)[col] = convert<GradElement>(0.0f);
+}
+
 __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90Params& params) {
   Control& control = smem.control;
   const Job& job = control.job;
   const attn::Sequence& seq = job.sequence;
   const bool is_lead = threadIdx.x % kGroup == 0;
-  const int key = warp::uniform(job.key_begin) + consumer * kRows + warp::uniform(threadIdx.x % kGroup / kWarpSize) * kWarpRows;
-  const float fold = ptx::settled(static_cast<float>(kIsScaleNegative ? -params.scores.fold : params.scores.fold));
+  const int key_row = consumer * kRows + warp::uniform(threadIdx.x % kGroup / kWarpSize) * kWarpRows;
+  const int key = warp::uniform(job.key_begin) + key_row;
   const attn::Band<kIsMasked> band = job.band.uniform();
   const uint64 k_rows = ptx::descriptor(ptx::shared_address(smem.k[0][consumer * kRows]), 16);
   const uint64 v_rows = ptx::descriptor(ptx::shared_address(smem.v[0][consumer * kRows]), 16);
   const uint64 q = ptx::descriptor(ptx::shared_address(smem.q), kQueryPanelBytes);
   const uint64 dout = ptx::descriptor(ptx::shared_address(smem.dout), kQueryPanelBytes);
-  DqPart<kMakesDq> dq(consumer, smem, params);
+  DqPart<kMakesDq> dq(consumer, smem);
+  BiasReader<kHasBias> bias(smem.bias);
 
   KeyFragment dk, dv;
   dk.zero();
@@ -172,60 +194,81 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     }
     ptx::mbarrier_wait(control.v_full, 0);
   }
-  bool has_absent = false, has_coarse = false;
+  int special = 0;
   const auto await_statistics = [&] {
     ptx::mbarrier_wait(control.statistics_full[ring.stage], ring.parity);
-    has_absent = warp::uniform(control.statistics[ring.stage].has_absent);
-    has_coarse = warp::uniform(control.statistics[ring.stage].has_coarse);
+    special = warp::uniform(control.statistics[ring.stage].special);
   };
   const Walk walk = job.walk.uniform();
   if (!job.is_idle()) await_statistics();
   walk.for_each([&](int head, int query) {
     const int stage = ring.stage, stage_bytes = stage * kQueryBytes;
     const Statistics& statistics = control.statistics[stage];
-    ScoreFragment s, dp;
-    begin_with(dp, statistics.minus_delta + warp::fragment_col(0));
+    Weights weights;
+    ScoreFragment& s = weights.s;
+    ScoreFragment dp;
+    if constexpr (kPreloadsDelta && !kIsLate) begin_with(dp, statistics.minus_delta + warp::fragment_col(0));
     ptx::mbarrier_wait(control.q_full[stage], ring.parity);
-    const bool is_coarse = has_coarse;
-    if (has_absent) zero_absent(smem, control, ring);
+    const bool is_coarse = special & kCoarse;
+    if (special & kAbsent) zero_absent(smem, control, ring);
     ptx::pin(registers(s));
     ptx::pin(registers(dp));
     ptx::wgmma_fence();
     multiply_scores<kHeadDim, false>(s, k_rows, ptx::advance(q, stage_bytes));
     ptx::wgmma_commit();
-    ptx::mbarrier_wait(control.dout_full[stage], ring.parity);
-    ptx::wgmma_fence();
-    multiply_scores<kHeadDim, true>(dp, v_rows, ptx::advance(dout, stage_bytes));
-    ptx::wgmma_commit();
+    const auto multiply_values = [&] {
+      ptx::mbarrier_wait(control.dout_full[stage], ring.parity);
+      ptx::wgmma_fence();
+      multiply_scores<kHeadDim, kPreloadsDelta>(dp, v_rows, ptx::advance(dout, stage_bytes));
+      ptx::wgmma_commit();
+    };
+    if (!kIsLate) multiply_values();
 
-    dq.find_place(smem);
+    const int lane = ptx::settled(warp::lane());  // as in `hide`
+    dq.find_place(smem, lane);
+    Kept kept;
+    if constexpr (kHasDropout) kept = draw(smem.dropout, head, key, query);
     const bool has_hidden = !band.is_full(query, kQueryTile, key, kWarpRows);
-    ptx::wgmma_wait<1>();
+    ptx::wgmma_wait<kIsLate ? 0 : 1>();
     ptx::pin(registers(s));
-    to_probabilities(s, statistics.lse + warp::fragment_col(0), fold, is_coarse);
-    if (has_hidden) hide(s, job.band, key, query);
+    const Exponents exponents = smem.factors.exponents;
+    const Exponents::Side side(statistics.slope, query + seq.shift - key, lane);
+    to_probabilities(s, dp, exponents, side, bias, key_row, lane, statistics.lse + warp::fragment_col(0), is_coarse);
+    if constexpr (kHasSoftcap) weights.pack(dp, kept);  // until here dp's registers held tanh
+    if (has_hidden) weights.hide(job.band, key, query);
+    if constexpr (kIsLate) {
+      if constexpr (kPreloadsDelta) begin_with(dp, statistics.minus_delta + warp::fragment_col(0));
+      ptx::pin(registers(dp));
+      multiply_values();
+    }
     ptx::wgmma_wait<0>();
     ptx::pin(registers(dp));
-    if (has_hidden) hide_gradient(dp, s);
-    Packed p, ds_pairs;
+    if constexpr (kHasDropout) kept = kept.settled();
+    const bool hides = kHasBias || has_hidden;  // of a bias, -inf hides
+    if (!kHasDropout && hides) hide_gradient(dp, weights, 0, kQueryTile / 8);
+    Packed ds;
 #pragma unroll
     for (int step = 0; step < kQueryTile / 16; ++step) {
+      if constexpr (kHasDropout) {
+        drop(dp, kept, smem.factors.keep_scale, statistics.minus_delta + warp::fragment_col(0), 2 * step, 2 * step + 2);
+        if (hides) hide_gradient(dp, weights, 2 * step, 2 * step + 2);
+      }
 #pragma unroll
       for (int n = 2 * step; n < 2 * step + 2; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) dp.x[0][n][i] *= s.x[0][n][i];
-      warpgroup::pack_pairs<Element>(p[step], s, step);
-      warpgroup::pack_pairs<Element>(ds_pairs[step], dp, step);
-      dq.write(step, ds_pairs[step]);
+        for (int i = 0; i < 4; ++i) dp.x[0][n][i] *= weights.at(n, i);
+      if constexpr (!kHasSoftcap) weights.pack_probabilities(step, kept);
+      warpgroup::pack_pairs<Element>(ds[step], dp, step);
+      dq.write(step, ds[step]);
     }
     ptx::pin(registers(dv));
     ptx::wgmma_fence();
-    multiply_queries<kHeadDim>(dv, p, ptx::advance(dout, stage_bytes));
+    multiply_queries<kHeadDim>(dv, weights.p, ptx::advance(dout, stage_bytes));
     ptx::wgmma_commit();
     dq.multiply();
     ptx::pin(registers(dk));
     ptx::wgmma_fence();
-    multiply_queries<kHeadDim>(dk, ds_pairs, ptx::advance(q, stage_bytes));
+    multiply_queries<kHeadDim>(dk, ds, ptx::advance(q, stage_bytes));
     ptx::wgmma_commit();
     ptx::wgmma_wait<1>();
     ptx::pin(registers(dv));
@@ -238,10 +281,12 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     ptx::mbarrier_arrive(control.q_empty[stage]);
   });
 
+  if (kHasDropout) scale(dv, static_cast<float>(params.scores.keep_scale));
   scale(dk, static_cast<float>(params.scores.scale));
   store_gradient(params.dk, job, key, params.problem.head_dim, dk);
   store_gradient(params.dv, job, key, params.problem.head_dim_v, dv);
   dq.finish();
+  if (kIsAlone && !kAccumulate) store_unseen(job, params);
 }
 
 }  // namespace cf
@@ -252,11 +297,20 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __g
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const attn::Work work = attn::find_work<false, kKeyTile>(params.problem, blockIdx.x);
   if (work.tile < 0) return;
-  if (threadIdx.x == 0) prepare_block(smem.control, params.problem, work, kIsAlone);
+  if (threadIdx.x == 0) {
+    smem.bias.init();
+    prepare_block(smem.control, params.problem, work);
+    const int64 padded_begin = attn::padded_begin(params.problem, work.sequence);
+    smem.factors = {static_cast<float*>(params.dq_accum) + padded_begin * kHeadDim, attn::padded_rows(params.problem) * kHeadDim,
+                    Exponents(params.scores), static_cast<float>(params.scores.keep_scale)};
+    if constexpr (kHasDropout) smem.dropout = attn::Dropout(params.scores, params.problem, work.sequence, 0);
+  }
   __syncthreads();
   const int group = warp::uniform(threadIdx.x / kGroup);
   if (group == 0) {
+    ptx::give_registers<kProducerRegisters>();
     produce(smem, smem.control, params);
+    if (threadIdx.x >= 2 * kWarpSize) load_bias(smem.bias, smem.control.job, params.scores, threadIdx.x - 2 * kWarpSize);
   } else {
     ptx::take_registers<kConsumerRegisters>();
     consume(group - 1, smem, params);

@@ -106,7 +106,8 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
     softmax.update(s, out, fold);
     if constexpr (kHasDropout) {  // the LSE is of the undropped row
       const attn::Dropout dropout(params.scores, problem, seq, head);
-      dropout.for_each(s, query, key, [](Accum& p, bool is_kept) { p = is_kept ? p : Accum(0); });
+      const auto drop = [&](int m, int n, int i, bool is_kept) { s.x[m][n][i] = is_kept ? s.x[m][n][i] : Accum(0); };
+      dropout.for_each<kM, kKeyTile / 8>(query, key, drop);
     }
     warp::matmul(out, s, smem, warp_row, smem.v);
   }

@@ -272,14 +272,14 @@ __device__ __forceinline__ bool to_probabilities(warp::Fragment<1, kN>& s, Softm
     softmax.sum[0][half] *= rescale[half];
   }
   // The LSE is of the undropped row. Random numbers are drawn in the gaps that exponentials leave.
-  const auto drop = [](float& p, bool is_kept) { p = is_kept ? p : 0.0f; };
+  const auto drop = [&](int m, int n, int i, bool is_kept) { s.x[m][n][i] = is_kept ? s.x[m][n][i] : 0.0f; };
   if (!kHasDropout) {
     softmax.add(s, step, fold);
   } else if (dropout.is_aligned<kN>(query, key)) {
-    dropout.for_each_aligned(s, query, key, drop, [&](int begin, int end) { softmax.add(s, step, fold, begin, end); });
+    dropout.for_each_aligned<1, kN>(query, key, drop, [&](int begin, int end) { softmax.add(s, step, fold, begin, end); });
   } else {
     softmax.add(s, step, fold);
-    dropout.for_each_apart(s, query, key, drop);
+    dropout.for_each_apart<1, kN>(query, key, drop);
   }
   return step.has_risen;
 }

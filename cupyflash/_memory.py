@@ -166,9 +166,10 @@ def memory_plan(
     probabilities = pairs * bwd.spec.heads_q * arrays["q"].itemsize
     workspace = _cuda.plan_bytes(bwd.spec, bwd.call, bwd_plan)
     # dout comes to the preprocess and to the main kernel; dq's own kernel, if any, reads all inputs. dq's sums are
-    # zeroed, read and written by reductions, and read; else the workspace is (lse, delta), written once and read twice.
+    # zeroed, read and written by reductions, and read; else the workspace is (lse, delta), written once, read by each.
     has_dq_kernel = bwd_plan.dq is not None
-    read_again, crossings = q + k + v + 2 * out if has_dq_kernel else out, 4 if bwd_plan.sums_dq else 3
+    read_again = q + k + v + 2 * out if has_dq_kernel else out
+    crossings = 4 if bwd_plan.sums_dq else 2 + has_dq_kernel
 
     forward_flops, scores_flops = _flops(attention, fwd), _flops(attention, fwd, head_dim_v=0)
     multiplications = pairs * bwd.spec.heads_q * (bwd.spec.head_dim + bwd.spec.head_dim_v)  # of S and P V, all pairs

@@ -156,6 +156,23 @@ def hopper_backwards(device: Device) -> dict[str, Plan[Any]]:
     return dict(found.values())
 
 
+def hopper_backwards_of_changed_scores(device: Device, *, are_all: bool) -> dict[str, Plan[Any]]:
+    """Name to plan: Hopper's kernels of a backward with sets of score changes that they serve, or with all."""
+    found: dict[Any, tuple[str, Plan[Any]]] = {}
+    switches = "softcap", "alibi", "dropout"
+    biases = (None, "bfloat16", "float32", "float64", "float16") if are_all else (None, "bfloat16", "float32")
+    ways: tuple[dict[str, Any], ...] = ({}, {"deterministic": True}, {"size_class": "short"})
+    for dim, bias, *on in itertools.product((64, 128), biases, *((False, True),) * len(switches)):
+        features = Features(bias=bias is not None, **dict(zip(switches, on, strict=True)))
+        changes: dict[str, Any] = {"mask": Mask.BAND, "bias_dtype": bias, "dbias_dtype": bias}
+        is_few = sum(on) + (bias is not None) in (1, 4)
+        for way in ways if are_all else ways[: 2 if is_few else 1]:
+            for plan in plan_backward(spec("bfloat16", dim, features=features, **changes, **way), device)[1:3]:
+                if plan is not None and plan.target == "sm_90a":
+                    found.setdefault(plan.binary, (f"{plan.kernel} {dim}, {features}, bias {bias}, {way}", plan))
+    return dict(found.values())
+
+
 def everything(device: Device) -> dict[Any, Plan[Any]]:
     """Every binary that a Spec can reach on this device."""
     axes = {"dtype": DTYPES, "dim": HEAD_DIMS, "dim_v": HEAD_DIMS} | AXES
@@ -241,5 +258,8 @@ def allowance_key(constants: Constants) -> tuple[str, str, int]:
     element = getattr(values, "element", getattr(values, "grad_element", "any"))
     element = "16-bit" if element in ("float16", "bfloat16") else element
     dims = [getattr(values, name) for name in ("head_dim", "head_dim_v") if hasattr(values, name)]
-    kind = type(constants).__name__ + ("" if getattr(values, "makes_dq", True) else " without dq")
+    kind = type(constants).__name__
+    kind += (
+        " alone" if getattr(values, "is_alone", False) else "" if getattr(values, "makes_dq", True) else " without dq"
+    )
     return kind, element, max(dims, default=0)

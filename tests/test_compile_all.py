@@ -59,8 +59,9 @@ def test_no_tile_of_hoppers_forward_spills(pool: ProcessPoolExecutor) -> None:
 
 
 @pytest.mark.timeout(1800)
-def test_no_tile_of_hoppers_backward_spills_unrecorded(pool: ProcessPoolExecutor) -> None:
+def test_no_backward_of_hopper_spills_unrecorded(pool: ProcessPoolExecutor, request: pytest.FixtureRequest) -> None:
     named = binaries.hopper_backwards(KNOWN[90])
+    named |= binaries.hopper_backwards_of_changed_scores(KNOWN[90], are_all=request.config.getoption("--all"))
     reports = dict(zip(named, pool.map(binaries.compile_to_report, named.values()), strict=True))
     for name, report in reports.items():
         allowed, _ = tiles.SPILLS.get(binaries.allowance_key(named[name].constants), (0, ""))
@@ -68,7 +69,6 @@ def test_no_tile_of_hoppers_backward_spills_unrecorded(pool: ProcessPoolExecutor
 
 
 def test_recorded_spills_belong_to_tiles_that_exist() -> None:
-    keys = {
-        binaries.allowance_key(plan.constants) for device in KNOWN.values() for plan in binaries.cover(device).values()
-    }
+    covers = [binaries.cover(device) for device in KNOWN.values()] + [binaries.hopper_backwards(KNOWN[90])]
+    keys = {binaries.allowance_key(plan.constants) for cover in covers for plan in cover.values()}
     assert set(tiles.SPILLS) <= keys

@@ -496,6 +496,76 @@ def test_rows_of_a_bias_are_read_as_wide_as_they_are_aligned(
     testing.check_backward(gradients, q, k, v, dout, out=host[0], lse=host[1], **options)
 
 
+CHANGES: dict[str, tuple[str, ...]] = {
+    "softcap": ("softcap",),
+    "ALiBi": ("alibi_slopes",),
+    "bias": ("bias",),
+    "dropout": ("dropout_p",),
+    "softcap and ALiBi": ("softcap", "alibi_slopes"),
+    "softcap and dropout": ("softcap", "dropout_p"),
+    "ALiBi and dropout": ("alibi_slopes", "dropout_p"),
+    "bias and dropout": ("bias", "dropout_p"),
+    "everything": ("softcap", "alibi_slopes", "bias", "dropout_p"),
+}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("dtype", "bias_dtype"), [(BF16, "float32"), (BF16, "bfloat16"), (np.float16, "float16"), (np.float16, "float64")]
+)
+@pytest.mark.parametrize(("length", "causal"), [(300, True), (256, False)])
+@pytest.mark.parametrize("changes", CHANGES)
+def test_changes_of_scores_reach_every_gradient(
+    gpu: CupyBackend, changes: str, length: int, causal: bool, dtype: Any, bias_dtype: str, dim: int, rng: Random
+) -> None:
+    """Grouped heads, each with its own slope, bias and random numbers; columns of the bias hide keys."""
+    if "bias" not in CHANGES[changes] and bias_dtype in ("float32", "float64"):
+        pytest.skip("no bias: the other dtype's case is this one")
+    q, k, v, dout = (_draw(rng, 2, length, heads, dim, dtype=dtype) for heads in (4, 2, 2, 4))
+    bias = _draw(rng, 4, length, length, dtype=DTYPES[bias_dtype])
+    bias[:, :, 17:40] = -np.inf
+    values = {
+        "alibi_slopes": np.array([0.5, 0.1, 0.02, 1.5], np.float32),
+        "bias": bias,
+        "softcap": 3.0,
+        "dropout_p": 0.3,
+    }
+    options: dict[str, Any] = {name: values[name] for name in CHANGES[changes]} | {"causal": causal}
+    if "dropout_p" in options:
+        options["seed"] = 2**40 + 7
+    on_gpu = {name: gpu.put(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    arrays = [gpu.put(array) for array in (q, k, v)]
+    saved = cf.attn_fwd(*arrays, **on_gpu)
+    grads = cf.attn_bwd(*arrays, *saved, gpu.put(dout), **on_gpu)
+    out, lse = (gpu.get(array) for array in saved)
+    gradients = type(grads)(*(gpu.get(grad) for grad in grads))
+    testing.check_backward(gradients, q, k, v, dout, out=out, lse=lse, **options)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("bias_dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("where", ["(N, 1)", "(1, N)", "transposed", "every second", "odd"])
+def test_a_bias_of_any_strides_reaches_the_backward(
+    gpu: CupyBackend, where: str, bias_dtype: str, dim: int, rng: Random
+) -> None:
+    q, k, v, dout = (_draw(rng, 1, 270, heads, dim) for heads in (4, 2, 2, 4))
+    shape = {"(N, 1)": (270, 1), "(1, N)": (1, 270), "every second": (4, 270, 540), "odd": (4, 270, 271)}
+    bias = _draw(rng, *shape.get(where, (4, 270, 270)), dtype=DTYPES[bias_dtype])
+    views = {
+        "transposed": lambda x: x.swapaxes(-1, -2),
+        "every second": lambda x: x[..., ::2],
+        "odd": lambda x: x[..., 1:],
+    }
+    view = views.get(where, lambda x: x)
+    on_gpu = view(gpu.put(bias))
+    arrays = [gpu.put(array) for array in (q, k, v)]
+    saved = cf.attn_fwd(*arrays, bias=on_gpu)
+    grads = cf.attn_bwd(*arrays, *saved, gpu.put(dout), bias=on_gpu)
+    out, lse = (gpu.get(array) for array in saved)
+    gradients = type(grads)(*(gpu.get(grad) for grad in grads))
+    testing.check_backward(gradients, q, k, v, dout, out=out, lse=lse, bias=view(bias))
+
+
 @pytest.mark.parametrize("dtype", [BF16, np.float16, np.float32])
 @pytest.mark.parametrize(("dim", "dim_v"), [(64, 60), (65, 33), (64, 36), (128, 100), (256, 129), (40, 7)])
 def test_nothing_is_written_beside_the_columns_of_out(

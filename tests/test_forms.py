@@ -211,7 +211,7 @@ def test_a_warm_call_decides_nothing(fake_cuda: Any, monkeypatch: pytest.MonkeyP
         (importlib.import_module("cupyflash._cuda.launch"), "kernel"),
     ):
         monkeypatch.setattr(module, name, refuse)
-    kernels = ["fwd_sm90", "bwd_preprocess", "bwd_generic", "bwd_finish"]
+    kernels = ["fwd_sm90", "bwd_preprocess", "bwd_sm90"]
     both_directions(fake_cuda, problem)  # a glance knows no type that was never adopted
     monkeypatch.setattr(_interop, "adopt", refuse)
     launches, *_ = both_directions(fake_cuda, base(fake_cuda) | {"dropout_p": 0.5, "seed": 2, "causal": True})

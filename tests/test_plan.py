@@ -184,6 +184,18 @@ def test_hopper_has_its_own_forward(request_name: str, dtype: str, dims: tuple[i
             assert other.kernel == "fwd_generic" and "sm90" not in other.why
 
 
+CROWDED = Features(softcap=True, bias=True, dropout=True)
+
+
+def test_a_bias_of_hoppers_backward_has_its_gradient_from_another_kernel() -> None:
+    """Which the plan says; and at D 128 everything goes together."""
+    for features in (Features(bias=True), CROWDED):
+        asked = spec(dim=128, features=features, bias_dtype="float32", dbias_dtype="float32")
+        plan = plan_backward(asked, KNOWN[90])
+        assert plan.main.kernel == "bwd_sm90" and "dbias is bwd_dbias_generic's" in plan.main.why
+        assert plan.dbias is not None and plan.dbias.kernel == "bwd_dbias_generic"
+
+
 @pytest.mark.parametrize(
     "dims",
     [(8, 8), (40, 40), (64, 64), (96, 96), (128, 128), (128, 64), (192, 128), (192, 192), (64, 256), (256, 256)],
@@ -222,13 +234,36 @@ def test_hopper_has_its_own_backward(changes: dict[str, Any], dtype: str, dims: 
             assert plan_backward(asked, device).main.kernel == "bwd_generic"
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", [(40, 40), (64, 64), (96, 96), (128, 128), (64, 128)], ids=str)
+@pytest.mark.parametrize(
+    "features",
+    [
+        Features(softcap=True),
+        Features(alibi=True),
+        Features(dropout=True),
+        Features(bias=True),
+        Features(softcap=True, alibi=True, dropout=True),
+        Features(alibi=True, bias=True, dropout=True),
+    ],
+    ids=str,
+)
+def test_hopper_changes_scores_in_its_own_backward(
+    features: Features, dims: tuple[int, int], deterministic: bool
+) -> None:
+    bias = "bfloat16" if features.bias else None
+    asked = spec("bfloat16", *dims, features=features, bias_dtype=bias, dbias_dtype=bias, deterministic=deterministic)
+    plan = plan_backward(asked, KNOWN[90])
+    assert plan.main.kernel == "bwd_sm90" and plan.main.constants.has_dropout == features.dropout
+    assert (plan.dq is not None and plan.dq.kernel == "bwd_dq_sm90") == deterministic
+
+
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (spec(features=Features(softcap=True)), "no softcap, ALiBi, bias or dropout"),
-        (spec(features=Features(alibi=True)), "no softcap"),
-        (spec(features=Features(bias=True), bias_dtype="float32", dbias_dtype="float32"), "no softcap"),
-        (spec(features=Features(dropout=True)), "no softcap"),
+        (spec(dim=136, features=Features(softcap=True)), "above head dims of 128 it has no softcap"),
+        (spec(dim=64, dim_v=192, features=Features(dropout=True)), "above head dims of 128"),
+        (spec(features=CROWDED, bias_dtype="float32", dbias_dtype="float32"), "no softcap, bias and dropout together"),
         (spec("float32"), "not float32"),
         (spec(align=8), "aligned to 8 bytes"),
         (spec(has_boxes=False), "negative stride"),

@@ -130,11 +130,11 @@ struct BwdSm90Params {          // of bwd_sm90, bwd_dkv_sm90 and bwd_dq_sm90
   TensorMap dout;               // ... kQueryTile rows
   Problem problem;
   Scores scores;
-  Tensor dq;                    // [B, Nq, Hq, D], of bwd_dq_sm90
+  Tensor dq;                    // [B, Nq, Hq, D], of bwd_dq_sm90, and of bwd_sm90 where it is stored at once
   Tensor dk;                    // [B, Nk, Hkv, D]
   Tensor dv;                    // [B, Nk, Hkv, Dv]
   const void* stats;            // as above
-  void* dq_accum;               // of bwd_sm90
+  void* dq_accum;               // of bwd_sm90, where it is summed
 };
 
 struct BwdBiasParams {

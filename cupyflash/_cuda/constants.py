@@ -148,11 +148,14 @@ class BwdSm90(_Scores):
         dq = 4 * self.query_tile * self.head_dim if self.makes_dq and not self.is_alone else 0
         barriers = 8 * (2 + 5 * self.stages)
         statistics = self.stages * _statistics_bytes(self.query_tile)
-        total = 2 * (keys + self.stages * stage + ds) + dq + statistics + _JOB_BYTES + barriers
+        bias = _BIAS_STAGES * (_BIAS_BYTES + 16) if self.has_bias else 0
+        total = 2 * (keys + self.stages * stage + ds) + dq + bias + statistics + _JOB_BYTES + barriers + _FACTOR_BYTES
         return -(-total // 1024) * 1024
 
 
-_DS_STAGES, _JOB_BYTES = 2, 96  # of bwd_sm90: its kDsStages and sizeof(Job)
+_JOB_BYTES = 96  # of attn/key_tile.cuh and of bwd_dq_sm90: sizeof(Job)
+_DS_STAGES, _FACTOR_BYTES = 2, 32 + 32  # of bwd_sm90: its kDsStages, and sizeof(Dropout) and sizeof(Factors)
+_BIAS_STAGES, _BIAS_BYTES = 2, 2**14  # its kBiasStages and sizeof(BiasTile); beside each two barriers
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +191,8 @@ class BwdDqSm90(_Scores):
     def smem_bytes(self) -> int:
         rows_k, rows_v = (self.query_tile + stages * self.key_tile for stages in (self.stages, self.value_stages))
         barriers = 8 * (2 + 2 * (self.stages + self.value_stages))
-        total = 2 * (rows_k * self.head_dim + rows_v * self.head_dim_v) + 8 * self.query_tile + _DQ_JOB_BYTES + barriers
+        total = 2 * (rows_k * self.head_dim + rows_v * self.head_dim_v) + 8 * self.query_tile + _JOB_BYTES + barriers
         return -(-total // 1024) * 1024
-
-
-_DQ_JOB_BYTES = 104  # of bwd_dq_sm90: its sizeof(Job)
 
 
 @dataclass(frozen=True, slots=True)

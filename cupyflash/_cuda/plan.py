@@ -109,8 +109,8 @@ class BackwardPlan(NamedTuple):
     @property
     def sums_dq(self) -> bool:
         """Whether dq is summed in the workspace, block by block, and brought home by `finish`."""
-        main = self.main.constants
-        return main.makes_dq and not main.is_alone if isinstance(main, BwdSm90) else self.dq is None
+        is_alone = isinstance(self.main.constants, BwdSm90) and self.main.constants.is_alone
+        return self.dq is None and not is_alone
 
     def __str__(self) -> str:
         return "\n".join(str(plan) for plan in self if plan is not None)
@@ -244,9 +244,11 @@ def legal_forward(spec: Spec, device: Device) -> Iterator[Plan[Any]]:
 
 def why_not_bwd_sm90(spec: Spec) -> str | None:
     """What keeps a backward on Hopper from kernels of its own."""
-    features = spec.features
-    if features.softcap or features.alibi or features.bias or features.dropout:
-        return "it has no softcap, ALiBi, bias or dropout"
+    features, dim, largest = spec.features, max(spec.head_dim, spec.head_dim_v), max(tiles.BWD_SM90)
+    if dim > largest and (features.softcap or features.alibi or features.bias or features.dropout):
+        return f"above head dims of {largest} it has no softcap, ALiBi, bias or dropout"
+    if dim <= min(tiles.BWD_SM90) and features.softcap and features.bias and features.dropout:
+        return "its registers hold no softcap, bias and dropout together in the tile of head dims up to 64"
     return why_not_sm90(spec)
 
 
@@ -274,22 +276,24 @@ def legal_gradients(spec: Spec, device: Device) -> Iterator[Gradients]:
 def _sm90_gradients(spec: Spec, device: Device) -> Iterator[Gradients]:
     """One kernel, or two where dq's sums are to be in order, or have no room beside those of dk and dv."""
     gradients = _gradients(spec)
+    note = "; dbias is bwd_dbias_generic's" if spec.features.bias else ""
     dim, dim_v = (next(n for n in SM90_HEAD_DIMS if real <= n) for real in (spec.head_dim, spec.head_dim_v))
     wider = max(dim, dim_v)
     own, both = {"head_dim": dim, "head_dim_v": dim_v}, {"head_dim": wider, "head_dim_v": wider}
     is_alone = spec.size_class == "short" and not spec.packed  # of packed sequences nobody knows the lengths
     if wider in tiles.BWD_SM90 and (is_alone or not spec.deterministic):
         switches: dict[str, Any] = {"makes_dq": True, "is_alone": is_alone}
-        for main in _fitting(BwdSm90, tiles.BWD_SM90[wider], spec, device, **switches, **both, **gradients):
+        for main in _fitting(BwdSm90, tiles.BWD_SM90[wider], spec, device, note, **switches, **both, **gradients):
             yield main, None
         return
     rows = tiles.DKV_SM90[wider]
     if wider in tiles.BWD_SM90:
-        mains = _fitting(BwdSm90, rows, spec, device, makes_dq=False, is_alone=False, **both, **gradients)
+        mains = _fitting(BwdSm90, rows, spec, device, note, makes_dq=False, is_alone=False, **both, **gradients)
     else:
         mains = _fitting(BwdDkvSm90, rows, spec, device, **own, **gradients)
-    dqs = _fitting(BwdDqSm90, tiles.DQ_SM90[wider], spec, device, **own, **gradients)
-    yield from zip(mains, dqs, strict=False)
+    dq = next(_fitting(BwdDqSm90, tiles.DQ_SM90[wider], spec, device, **own, **gradients))
+    for main in mains:
+        yield main, dq
 
 
 def _gradients(spec: Spec) -> dict[str, Any]:

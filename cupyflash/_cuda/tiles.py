@@ -155,7 +155,11 @@ DKV_SM90: dict[int, list[Sm90BwdTile]] = {
 # And for dq alone, of bwd_dq_sm90.
 DQ_SM90: dict[int, list[Sm90DqTile]] = {
     64: [Sm90DqTile(128, 128, 2, 2, 12, Room.RAW), Sm90DqTile(128, 80, 2, 2, 12)],  # 112 keys 0.98
-    128: [Sm90DqTile(128, 112, 2, 2, 12, Room.RAW), Sm90DqTile(128, 80, 2, 2, 12)],  # 96 keys 0.97, 80 keys 0.95
+    128: [  # 96 keys 0.97, 80 keys 0.95
+        Sm90DqTile(128, 112, 2, 2, 12, Room.RAW),
+        Sm90DqTile(128, 80, 2, 2, 12, Room.MORE),
+        Sm90DqTile(128, 64, 2, 2, 12),
+    ],
     192: [Sm90DqTile(128, 80, 2, 2, 12, Room.ONE), Sm90DqTile(128, 64, 2, 2, 12)],  # 64 keys 0.99
     256: [Sm90DqTile(128, 64, 2, 1, 12, Room.ONE)],  # 48 keys with two places for v 0.83
 }
@@ -275,7 +279,9 @@ SPILLS: dict[tuple[str, str, int], tuple[int, str]] = {
     ("BwdGeneric", "float32", 192): (48, _BOOKKEEPING),
     ("BwdGeneric", "float32", 256): (160, _BOOKKEEPING),
     ("BwdGeneric", "float64", 256): (2528, _WIDE_DOUBLES),
-    ("BwdSm90 without dq", "16-bit", 64): (64, _BOOKKEEPING),
+    ("BwdSm90 alone", "16-bit", 64): (64, _BOOKKEEPING),
+    ("BwdSm90 without dq", "16-bit", 64): (128, _BOOKKEEPING),
+    ("BwdSm90 without dq", "16-bit", 128): (16, _BOOKKEEPING),
     ("BwdDqSm90", "16-bit", 256): (16, _BOOKKEEPING),
     ("BwdDqGeneric", "16-bit", 32): (192, _BOOKKEEPING),
     ("BwdDqGeneric", "float32", 96): (32, _BOOKKEEPING),

@@ -1,7 +1,7 @@
 // Which probabilities are dropped: Philox4x32-10 (Salmon et al. 2011) at the counters of the contract, Forward 'Dropout'.
 //
 // One call serves the set {i, i + 8} x {j, j + 8} of positions: exactly the four elements that a lane owns in one row pair of a
-// 16x16 tile, when the tile begins at positions that are multiples of 16.
+// 16x16 tile, when the tile begins at positions that are multiples of 16; of queries x keys and of keys x queries alike.
 #pragma once
 #include "attn/sequence.cuh"
 #include "tile/fragment.cuh"
@@ -33,6 +33,9 @@ struct Philox {
   }
 };
 
+// What a fragment's rows are; its columns are the others.
+enum class Rows { kQueries, kKeys };
+
 struct Dropout {
   uint64 seed;
   uint32 offset, threshold, stream;      // stream: sequence * Hq + head
@@ -48,8 +51,19 @@ struct Dropout {
     query_position = static_cast<uint32>(k_start + s.exact_shift);
   }
 
-  // The counters of the call that serves a position.
-  __device__ __forceinline__ void count(uint32 (&counters)[4], uint32 p, uint32 r) const {
+  // The positions of a lane's first row and column.
+  template <Rows kRows>
+  __device__ __forceinline__ uint32 first_row(int query, int key) const {
+    return (kRows == Rows::kQueries ? query_position + query : key_position + key) + warp::fragment_row(0);
+  }
+  template <Rows kRows>
+  __device__ __forceinline__ uint32 first_col(int query, int key) const {
+    return (kRows == Rows::kQueries ? key_position + key : query_position + query) + warp::fragment_col(0);
+  }
+  // The counters of the call that serves an element.
+  template <Rows kRows>
+  __device__ __forceinline__ void count(uint32 (&counters)[4], uint32 row, uint32 col) const {
+    const uint32 p = kRows == Rows::kQueries ? row : col, r = kRows == Rows::kQueries ? col : row;
     counters[0] = p / 16 * 8 + p % 8;
     counters[1] = r / 16 * 8 + r % 8;
     counters[2] = stream;
@@ -61,50 +75,53 @@ struct Dropout {
     return kN % 2 == 0 && (query_position + query) % 16 == 0 && (key_position + key) % 16 == 0;
   }
 
-  // Calls f(element, is_kept) for every element of a fragment whose first element is (query, key).
-  template <int kM, int kN, class T, class F>
-  __device__ __forceinline__ void for_each(warp::Fragment<kM, kN, T>& x, int query, int key, const F& f) const {
-    if (is_aligned<kN>(query, key)) for_each_aligned(x, query, key, f, [](int, int) {});
-    else for_each_apart(x, query, key, f);
+  // Calls f(m, n, i, is_kept) for every element of a fragment whose first element is (query, key).
+  template <int kM, int kN, Rows kRows = Rows::kQueries, class F>
+  __device__ __forceinline__ void for_each(int query, int key, const F& f) const {
+    if (is_aligned<kN>(query, key)) for_each_aligned<kM, kN, kRows>(query, key, f, [](int, int) {});
+    else for_each_apart<kM, kN, kRows>(query, key, f);
   }
   // Some tiles after the others; `prepare` may make them, while their random numbers are drawn.
-  template <int kM, int kN, class T, class F, class Prepare>
-  __device__ __forceinline__ void for_each_aligned(warp::Fragment<kM, kN, T>& x, int query, int key, const F& f,
-                                                   const Prepare& prepare) const {
+  template <int kM, int kN, Rows kRows = Rows::kQueries, class F, class Prepare>
+  __device__ __forceinline__ void for_each_aligned(int query, int key, const F& f, const Prepare& prepare) const {
     constexpr int kTogether = kN % 4 == 0 ? 4 : 2;  // tiles, and calls: two serve two
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int n = 0; n + kTogether <= kN; n += kTogether) {
-        const uint32 p = query_position + query + 16 * m + warp::fragment_row(0), r = key_position + key + 8 * n;
+        const uint32 row = first_row<kRows>(query, key) + 16 * m, col = first_col<kRows>(query, key) + 8 * n;
         Philox<kTogether> drawn;
 #pragma unroll
-        for (int call = 0; call < kTogether; ++call) count(drawn.word[call], p, r + call / 2 * 16 + warp::fragment_col(call % 2));
+        for (int call = 0; call < kTogether; ++call) count<kRows>(drawn.word[call], row, col + call / 2 * 16 + call % 2);
         drawn.run(seed);
         prepare(n, n + kTogether);
 #pragma unroll
         for (int call = 0; call < kTogether; ++call)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) f(x.x[m][n + call / 2 * 2 + i % 2][i / 2 * 2 + call % 2], drawn.word[call][i] >= threshold);
+          for (int i = 0; i < 4; ++i) {
+            const int half = kRows == Rows::kQueries ? i / 2 : i % 2, tile = kRows == Rows::kQueries ? i % 2 : i / 2;
+            f(m, n + call / 2 * 2 + tile, half * 2 + call % 2, drawn.word[call][i] >= threshold);
+          }
       }
   }
   // A call for each element.
-  template <int kM, int kN, class T, class F>
-  __device__ __forceinline__ void for_each_apart(warp::Fragment<kM, kN, T>& x, int query, int key, const F& f) const {
+  template <int kM, int kN, Rows kRows = Rows::kQueries, class F>
+  __device__ __forceinline__ void for_each_apart(int query, int key, const F& f) const {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        const uint32 p = query_position + query + 16 * m + warp::fragment_row(0), r = key_position + key + 8 * n;
+        const uint32 row = first_row<kRows>(query, key) + 16 * m, col = first_col<kRows>(query, key) + 8 * n;
         Philox<4> drawn;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) count(drawn.word[i], p + i / 2 * 8, r + warp::fragment_col(i));
+        for (int i = 0; i < 4; ++i) count<kRows>(drawn.word[i], row + i / 2 * 8, col + i % 2);
         drawn.run(seed);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const uint32(&word)[4] = drawn.word[i];
-          const bool is_low = (p + i / 2 * 8) % 16 >= 8, is_right = (r + warp::fragment_col(i)) % 16 >= 8;
-          f(x.x[m][n][i], (is_low ? is_right ? word[3] : word[2] : is_right ? word[1] : word[0]) >= threshold);
+          const bool is_low = (row + i / 2 * 8) % 16 >= 8, is_right = (col + i % 2) % 16 >= 8;
+          const uint32 mixed = kRows == Rows::kQueries ? word[2] : word[1], other = kRows == Rows::kQueries ? word[1] : word[2];
+          f(m, n, i, (is_low ? is_right ? word[3] : mixed : is_right ? other : word[0]) >= threshold);
         }
       }
   }

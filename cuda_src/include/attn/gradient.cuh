@@ -86,7 +86,7 @@ __device__ __forceinline__ void score_gradient(warp::Fragment<kM, kN, T>& dp, co
 // Dropped probabilities become negative, so that the sign remembers them for `score_gradient`.
 template <int kM, int kN, class T>
 __device__ __forceinline__ void mark_dropped(warp::Fragment<kM, kN, T>& p, const Dropout& dropout, int query, int key) {
-  dropout.for_each(p, query, key, [](T& element, bool is_kept) { element = is_kept ? element : -element; });
+  dropout.for_each<kM, kN>(query, key, [&](int m, int n, int i, bool is_kept) { p.x[m][n][i] = is_kept ? p.x[m][n][i] : -p.x[m][n][i]; });
 }
 
 template <int kM, int kN, class T>

@@ -1,10 +1,11 @@
-// The backward of one key tile on Hopper, by wgmma and the copy engine: what it does, what its blocks load, and its scores, which are made
-// transposed: keys in rows, queries in columns. Shared by the kernels that make dk and dv, whose constants and Smem these functions use.
+// The backward of one key tile on Hopper, by wgmma and the copy engine: what a block does, what it loads, and its products, of scores that
+// are made transposed: keys in rows, queries in columns. Shared by the kernels that make dk and dv, whose constants these functions use.
 //
 // Threads   a warpgroup of producers: thread 0 loads, warp 1 prepares statistics; behind it two of consumers.
 // Barriers  full: the loader's arrival and its bytes, or all of the statistician's lanes. empty of dout: one arrival a consumer; of q: one
 //           of each consumers' thread, which speaks for the statistics that it has read too.
 #pragma once
+#include "attn/exponents.cuh"
 #include "attn/gradient.cuh"
 #include "ptx/load_shared.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -27,11 +28,13 @@ constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // 128 x 40 + 
 constexpr int kPanels = kHeadDim / kPanel, kPanelsV = kHeadDimV / kPanel;
 constexpr int kKeyPanelBytes = kKeyTile * kPanel * 2, kQueryPanelBytes = kQueryTile * kPanel * 2;
 
+constexpr int kAbsent = 1, kCoarse = 2;
 struct alignas(16) Statistics {
   float lse[kQueryTile], minus_delta[kQueryTile];  // (+inf, 0): the row takes no part
-  int has_absent;                                  // such a row
-  int has_coarse;                                  // an lse beyond kLargeExponent
+  int special;                                     // kAbsent: such a row. kCoarse: an lse beyond kLargeExponent
+  float slope;                                     // of the tile's head, for ALiBi, whose part of a column is in lse
 };
+using Exponents = attn::Exponents<kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative>;
 
 // The query tiles of some heads, in order.
 struct Walk {
@@ -58,13 +61,12 @@ struct Job {
   int kv_head;
   int key_begin;
 
-  // takes_all: the walk has all query tiles, those that see none of the keys too.
-  __device__ __forceinline__ Job(const Problem& problem, const attn::Work& work, bool takes_all)
+  __device__ __forceinline__ Job(const Problem& problem, const attn::Work& work)
       : sequence(work.sequence), band(problem, work.sequence), kv_head(work.head), key_begin(work.tile * kKeyTile) {
     const int group = problem.heads_q / problem.heads_kv;
     queries = band.queries_of(key_begin, min_of(key_begin + kKeyTile, sequence.len_k));
-    const attn::Range taken = takes_all ? attn::Range{0, sequence.len_q} : queries;
-    walk = {kv_head * group, taken.begin < taken.end ? (kv_head + 1) * group : 0, taken.begin / kQueryTile * kQueryTile, taken.end};
+    const bool is_seen = queries.begin < queries.end;
+    walk = {kv_head * group, is_seen ? (kv_head + 1) * group : 0, queries.begin / kQueryTile * kQueryTile, queries.end};
   }
   __device__ __forceinline__ bool is_idle() const { return walk.head_begin >= walk.head_end; }
 };
@@ -90,7 +92,7 @@ constexpr int kMeetBarrier = 1;  // of both consumers; 0 is __syncthreads
 __device__ __forceinline__ void meet() { ptx::named_barrier_sync(kMeetBarrier, kConsumerThreads); }
 
 // By one thread.
-__device__ __forceinline__ void prepare_block(Control& control, const Problem& problem, const attn::Work& work, bool takes_all) {
+__device__ __forceinline__ void prepare_block(Control& control, const Problem& problem, const attn::Work& work) {
   ptx::mbarrier_init(control.k_full, 1);
   ptx::mbarrier_init(control.v_full, 1);
 #pragma unroll
@@ -102,7 +104,7 @@ __device__ __forceinline__ void prepare_block(Control& control, const Problem& p
     ptx::mbarrier_init(control.dout_empty[stage], kConsumers);
   }
   ptx::mbarrier_init_fence();
-  control.job = Job(problem, work, takes_all);
+  control.job = Job(problem, work);
 }
 
 // By one thread.
@@ -130,6 +132,7 @@ __device__ __forceinline__ void prepare_statistics(Control& control, const BwdSm
   Ring<kStages> ring;
   job.walk.for_each([&](int head, int query) {
     const Pair* pairs = static_cast<const Pair*>(params.stats) + head * rows + begin + query;
+    const float slope = Exponents::slope(params.scores, job.sequence, head);
     Statistics& statistics = control.statistics[ring.stage];
     Pair mine[kQueryTile / kWarpSize];
     bool is_absent = false, is_coarse = false;
@@ -145,23 +148,22 @@ __device__ __forceinline__ void prepare_statistics(Control& control, const BwdSm
 #pragma unroll
     for (int i = 0; i < kQueryTile / kWarpSize; ++i) {
       const int row = i * kWarpSize + warp::lane();
-      statistics.lse[row] = mine[i].lse;
+      statistics.lse[row] = mine[i].lse + Exponents::column_part(slope, row);
       statistics.minus_delta[row] = -mine[i].delta;
     }
     is_absent = __any_sync(kFullWarp, is_absent);
     is_coarse = __any_sync(kFullWarp, is_coarse);
     if (warp::lane() == 0) {
-      statistics.has_absent = is_absent;
-      statistics.has_coarse = is_coarse;
+      statistics.special = (is_absent ? kAbsent : 0) | (is_coarse ? kCoarse : 0);
+      statistics.slope = slope;
     }
     ptx::mbarrier_arrive(control.statistics_full[ring.stage]);
     ring.advance();
   });
 }
 
-// By the producers' warpgroup.
+// By the producers' warpgroup, of which two warps are left.
 __device__ __forceinline__ void produce(Tiles& tiles, Control& control, const BwdSm90Params& params) {
-  ptx::give_registers<kProducerRegisters>();
   const int role = threadIdx.x / kWarpSize;
   if (control.job.is_idle()) return;
   if (role == 0 && warp::lane() == 0) load(tiles, control, params);
@@ -212,55 +214,6 @@ __device__ __forceinline__ void multiply_queries(warp::Fragment<1, kDim / 8>& d,
 #pragma unroll
   for (int step = 0; step < kQueryTile / 16; ++step)
     ptx::Wgmma<Element, kDim>::template registers<true>(registers(d), a[step], ptx::advance(b, step * 16 * kPanel * 2), true);
-}
-
-// Scores become p. `lse`: of this lane's first column.
-__device__ __forceinline__ void to_probabilities(ScoreFragment& s, const float* lse, float fold, bool has_coarse) {
-#pragma unroll
-  for (int n = 0; n < kQueryTile / 8; ++n) {
-    const float2 pair = *reinterpret_cast<const float2*>(lse + 8 * n);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s.x[0][n][i] = ptx::fma(s.x[0][n][i], fold, i % 2 ? -pair.y : -pair.x);
-  }
-  if (has_coarse) {
-    __syncwarp();  // a branch, where selections would burden every tile; a positive exponent is then rounding
-#pragma unroll
-    for (int n = 0; n < kQueryTile / 8; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = s.x[0][n][i];
-        x = attn::is_large(lse[8 * n + i % 2]) && x > 0 ? 0.0f : x;
-      }
-  }
-#pragma unroll
-  for (int n = 0; n < kQueryTile / 8; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s.x[0][n][i] = ptx::exp2(s.x[0][n][i]);
-}
-
-// p of pairs that do not see each other becomes 0, whatever it was. `key` and `query`: of the warp's first element.
-__device__ __forceinline__ void hide(ScoreFragment& p, const attn::Band<kIsMasked>& band, int key, int query) {
-  __syncwarp();  // a branch, as above
-  const int lane = ptx::settled(warp::lane());  // settled: what follows from it is computed here, not kept in registers for all of a loop
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = key + lane / 4 + 8 * half, first_col = query + lane % 4 * 2;
-    const attn::Range visible = row < band.len_k ? band.queries_of(row, row + 1) : attn::Range{0, 0};
-    const uint32 bits = attn::columns_of({visible.begin - first_col, visible.end - first_col});
-#pragma unroll
-    for (int n = 0; n < kQueryTile / 8; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) p.x[0][n][2 * half + i] = bits >> (2 * n + i) & 1 ? p.x[0][n][2 * half + i] : 0.0f;
-  }
-}
-
-// dp - D of hidden pairs becomes 0, whatever dp and D hold.
-__device__ __forceinline__ void hide_gradient(ScoreFragment& dp, const ScoreFragment& p) {
-  __syncwarp();  // likewise
-#pragma unroll
-  for (int n = 0; n < kQueryTile / 8; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) dp.x[0][n][i] = p.x[0][n][i] == 0 ? 0.0f : dp.x[0][n][i];
 }
 
 template <int kN>
