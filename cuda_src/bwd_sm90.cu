@@ -26,6 +26,9 @@ static_assert(kKeyTile == kConsumers * kRows && kHeadDim == kHeadDimV);
 // dq is split so that each product is 64 x 64: by query rows, or by panels of columns.
 constexpr bool kSplitsRows = kQueryTile == kConsumers * kRows;
 static_assert(!kMakesDq || (kSplitsRows ? kPanels == 1 : kQueryTile == kRows && kPanels == kConsumers));
+// Where scores stay as they are registers hold what every tile needs again, at D 128 all of it; else it is read or computed again.
+constexpr bool kIsPlain = !kHasSoftcap && !kHasAlibi && !kHasBias && !kHasDropout;
+[[maybe_unused]] constexpr bool kHasRoom = kIsPlain && kHeadDim == 128;
 // Whether the product of v and dout is issued once p is there, where registers hold no second fragment until then.
 constexpr bool kIsLate = kHasSoftcap || (kHasAlibi && kHasDropout) || (kHeadDim == 64 && (kHasBias || kHasDropout || !kMakesDq));
 
@@ -47,10 +50,9 @@ struct WithDq : WithDs<kMakesDq> {
 template <>
 struct WithDq<false> : WithDs<kMakesDq> {};
 
-// Read tile by tile, where registers are few.
+// Read tile by tile, unless plain.
 struct Factors {
-  float* dq_accum;  // of the first head and query
-  int64 head_floats;
+  int64 first, head_floats;  // in dq_accum: of head 0 and query 0, and from head to head
   Exponents exponents;
   float keep_scale;
 };
@@ -62,7 +64,7 @@ struct alignas(1024) Smem : WithDq<kMakesDq && !kIsAlone> {  // a swizzle repeat
   Factors factors;
 };
 static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
-constexpr int kDsBytes = sizeof(WithDs<true>::ds) / kDsStages;
+[[maybe_unused]] constexpr int kDsBytes = sizeof(WithDs<true>::ds) / kDsStages;
 
 using KeyFragment = warp::Fragment<1, kHeadDim / 8>;
 
@@ -70,20 +72,28 @@ using KeyFragment = warp::Fragment<1, kHeadDim / 8>;
 template <bool kIsThere>
 struct DqPart {
   int consumer, warp_number;
-  uint64 ds, k;       // operands: this consumer's rows or columns
-  uint32 ds_row;      // where this lane writes its part of ds
-  int place = 0;      // of ds
+  uint64 ds, k;              // operands: this consumer's rows or columns
+  uint32 ds_row;             // where this lane writes its part of ds
+  int64 first, head_floats;  // if plain
+  int place = 0;             // of ds
   DqFragment dq;
 
   __device__ __forceinline__ DqPart(int consumer, Smem& smem)
       : consumer(consumer), warp_number(warp::uniform(threadIdx.x % kGroup / kWarpSize)) {
     ds = ptx::descriptor(ptx::shared_address(smem.ds[0][0][kSplitsRows ? consumer * kRows : 0]), 16);
     k = ptx::descriptor(ptx::shared_address(smem.k[kSplitsRows ? 0 : consumer]), 16);
+    if (kHasRoom) ds_row = ptx::settled(row_of(smem, warp::lane()));
+    if (!kIsPlain) return;
+    first = ptx::settled(smem.factors.first);
+    head_floats = ptx::settled(smem.factors.head_floats);
+  }
+  __device__ __forceinline__ int row_of(Smem& smem, int lane) const {  // of stmatrix: 8 queries and 8 keys a matrix
+    const int row = lane / 16 * 8 + lane % 8, chunk = 2 * warp_number + lane / 8 % 2;
+    return static_cast<int>(ptx::shared_address(&smem.ds[0][consumer][row][(chunk ^ row % 8) * 8]));
   }
   // Before a tile's are written.
-  __device__ __forceinline__ void find_place(Smem& smem, int lane) {  // of stmatrix: 8 queries and 8 keys a matrix
-    const int row = lane / 16 * 8 + lane % 8, chunk = 2 * warp_number + lane / 8 % 2;
-    ds_row = ptx::shared_address(&smem.ds[0][consumer][row][(chunk ^ row % 8) * 8]);
+  __device__ __forceinline__ void find_place(Smem& smem, int lane) {
+    if (!kHasRoom) ds_row = row_of(smem, lane);
   }
   // ds of 16 queries.
   __device__ __forceinline__ void write(int step, const uint32 (&pairs)[4]) const {
@@ -106,7 +116,7 @@ struct DqPart {
   // Behind the wait for it.
   __device__ __forceinline__ void deliver(int head, int query, Smem& smem, const BwdSm90Params& params) {
     if constexpr (kIsAlone) store(head, query, smem, params);
-    else add(head, query, smem);
+    else add(head, query, smem, params);
   }
   __device__ __forceinline__ void store(int head, int query, Smem& smem, const BwdSm90Params& params) {
     const attn::Sequence& seq = smem.control.job.sequence;
@@ -116,7 +126,7 @@ struct DqPart {
     warp::store_global<GradElement, kCopyBytes, kAccumulate>(attn::rows<GradElement>(params.dq, seq, seq.q_begin, head, row) + col,
                                                              params.dq.stride_n, seq.len_q - row, params.problem.head_dim - col, dq);
   }
-  __device__ __forceinline__ void add(int head, int query, Smem& smem) {
+  __device__ __forceinline__ void add(int head, int query, Smem& smem, const BwdSm90Params& params) {
     const int lane = ptx::settled(warp::lane());
     float* const stage = smem.dq[consumer * (kGroup / kWarpSize) + warp_number];
     ptx::pin(registers(dq));
@@ -132,8 +142,8 @@ struct DqPart {
     if (lane == 0) {
       constexpr int kWarpFloats = kWarpRows * kHeadDim;
       const int part = kSplitsRows ? (consumer * (kRows / kWarpRows) + warp_number) * kWarpFloats : warp_number * kWarpFloats + consumer * kDqFloats;
-      float* const accum = smem.factors.dq_accum + head * smem.factors.head_floats + static_cast<int64>(query) * kHeadDim;
-      ptx::bulk_reduce_add(accum + part, stage, kDqFloats * 4);
+      const int64 of_head = kIsPlain ? first + head * head_floats : smem.factors.first + head * smem.factors.head_floats;
+      ptx::bulk_reduce_add(static_cast<float*>(params.dq_accum) + of_head + static_cast<int64>(query) * kHeadDim + part, stage, kDqFloats * 4);
       ptx::tma_commit();
     }
   }
@@ -194,6 +204,8 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     }
     ptx::mbarrier_wait(control.v_full, 0);
   }
+  Exponents held(params.scores);
+  held.unit = ptx::settled(held.unit);
   int special = 0;
   const auto await_statistics = [&] {
     ptx::mbarrier_wait(control.statistics_full[ring.stage], ring.parity);
@@ -231,7 +243,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     const bool has_hidden = !band.is_full(query, kQueryTile, key, kWarpRows);
     ptx::wgmma_wait<kIsLate ? 0 : 1>();
     ptx::pin(registers(s));
-    const Exponents exponents = smem.factors.exponents;
+    const Exponents exponents = kIsPlain ? held : smem.factors.exponents;
     const Exponents::Side side(statistics.slope, query + seq.shift - key, lane);
     to_probabilities(s, dp, exponents, side, bias, key_row, lane, statistics.lse + warp::fragment_col(0), is_coarse);
     if constexpr (kHasSoftcap) weights.pack(dp, kept);  // until here dp's registers held tanh
@@ -300,8 +312,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __g
   if (threadIdx.x == 0) {
     smem.bias.init();
     prepare_block(smem.control, params.problem, work);
-    const int64 padded_begin = attn::padded_begin(params.problem, work.sequence);
-    smem.factors = {static_cast<float*>(params.dq_accum) + padded_begin * kHeadDim, attn::padded_rows(params.problem) * kHeadDim,
+    smem.factors = {attn::padded_begin(params.problem, work.sequence) * kHeadDim, attn::padded_rows(params.problem) * kHeadDim,
                     Exponents(params.scores), static_cast<float>(params.scores.keep_scale)};
     if constexpr (kHasDropout) smem.dropout = attn::Dropout(params.scores, params.problem, work.sequence, 0);
   }

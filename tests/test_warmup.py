@@ -36,7 +36,7 @@ def test_every_kernel_of_a_plan_is_loaded_once(monkeypatch: Any) -> None:
     fake = type("cupy", (), {"cuda": type("cuda", (), {"Device": lambda: type("Device", (), {"id": 1})()})})
     monkeypatch.setitem(importlib.import_module("sys").modules, "cupy", fake)
     cf.warmup(plan_forward(spec(), KNOWN[90]), plan_backward(spec(deterministic=True), KNOWN[90]))
-    names = ["fwd_sm90", "bwd_preprocess", "bwd_generic", "bwd_dq_generic", "bwd_finish"]
+    names = ["fwd_sm90", "bwd_preprocess", "bwd_sm90", "bwd_dq_sm90", "bwd_finish"]
     assert loaded == [(name, 1) for name in names]
 
 

@@ -48,9 +48,9 @@ def plan(spec: Spec, call: Call, *, backward: bool, override: object | None = No
         raise UnsupportedError(f"{call.function}: {error}") from None
     if isinstance(override, str):
         return _plan.named(override, spec, device, is_backward=backward)
-    if isinstance(override, BackwardPlan if backward else Plan):
-        kernel = override.main.kernel if isinstance(override, BackwardPlan) else override.kernel
-        chosen = _plan.named(kernel, spec, device, is_backward=backward)
+    main = getattr(override, "main", None) if backward else override
+    if isinstance(main, Plan):
+        chosen = _plan.named(main.kernel, spec, device, is_backward=backward)
     return chosen if override is None else _plan.validate(override, chosen, device)
 
 

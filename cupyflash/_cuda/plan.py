@@ -367,11 +367,11 @@ def backward(spec: Spec, device: Device) -> BackwardPlan:
         dbias = _first(_fitting(BwdDbiasGeneric, dbias_rows, spec, device, **bias_gradients), spec, device)
     main, dq = _first(legal_gradients(spec, device), spec, device)
     return BackwardPlan(
-        Plan(preprocess, device.arch, "delta, and dq zeroed"),
+        Plan(preprocess, device.arch, "delta, and dq's sums zeroed if there are any"),
         main,
         dq,
         dbias,
-        Plan(finish, device.arch, "dq to its type, dsink from its parts"),
+        Plan(finish, device.arch, "dq from its sums, dsink from its parts, where there are any"),
     )
 
 
