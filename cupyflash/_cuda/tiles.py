@@ -279,7 +279,7 @@ SPILLS: dict[tuple[str, str, int], tuple[int, str]] = {
     ("BwdGeneric", "float32", 192): (48, _BOOKKEEPING),
     ("BwdGeneric", "float32", 256): (160, _BOOKKEEPING),
     ("BwdGeneric", "float64", 256): (2528, _WIDE_DOUBLES),
-    ("BwdSm90 alone", "16-bit", 64): (64, _BOOKKEEPING),
+    ("BwdSm90 alone", "16-bit", 64): (80, _BOOKKEEPING),
     ("BwdSm90 without dq", "16-bit", 64): (128, _BOOKKEEPING),
     ("BwdSm90 without dq", "16-bit", 128): (16, _BOOKKEEPING),
     ("BwdDqSm90", "16-bit", 256): (16, _BOOKKEEPING),
