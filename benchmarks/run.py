@@ -89,26 +89,26 @@ def measure(
         with _noting_absence(name, absent):
             contestants[name] = make(case, *tensors)
     for one_pass in OUTPUTS if "backward" in passes else ("forward",):
-        errors = {"plain": _errors(plain, exact, one_pass)}
-        bounds = {x: PEER_FACTOR * error + _rounding(x, case, tensors, exact) for x, error in errors["plain"].items()}
+        errors = {"plain": errors_of(plain, exact, one_pass)}
+        bounds = limits(errors["plain"], case, tensors, exact)
         failed: list[str] = []
         peak_bytes: dict[str, int] = {}
         for name in list(contestants):
             with _noting_absence(name, absent):
                 with _memory(name, device, held_bytes, peak_bytes), contestants[name].context():
                     getattr(contestants[name], one_pass)()
-                errors[name] = _errors(contestants[name].results(), exact, one_pass)
+                errors[name] = errors_of(contestants[name].results(), exact, one_pass)
             if name in absent:
                 del contestants[name]
         if "ours" in contestants:
-            failed += _beyond(errors["ours"], bounds)
+            failed += beyond(errors["ours"], bounds)
         if failed:
             del contestants["ours"]  # a wrong result has no time
         if one_pass not in passes and not failed:
             continue
         taken = times(case, contestants, one_pass, reps, device)
         if "ours" in contestants:  # an error that moved while the clock ran is a race
-            failed += _beyond(_errors(contestants["ours"].results(), exact, one_pass), bounds)
+            failed += beyond(errors_of(contestants["ours"].results(), exact, one_pass), bounds)
         if absent.get("ours", "").startswith(FAILED):
             failed.append(absent["ours"])
         yield {
@@ -177,10 +177,15 @@ def _memory(name: str, device: Any, held_bytes: dict[str, int], peak_bytes: dict
     held_bytes[name] = held_bytes.get(name, 0) + torch.cuda.memory_allocated() - before
 
 
-def _errors(results: dict[str, Any], exact: dict[str, Any], one_pass: str) -> dict[str, float]:
+def errors_of(results: dict[str, Any], exact: dict[str, Any], one_pass: str) -> dict[str, float]:
     """Largest absolute error of each result of the pass; infinite when anything in it is NaN."""
     errors = {x: (results[x].double() - exact[x]).abs().max().item() for x in OUTPUTS[one_pass] if x in results}
     return {x: math.inf if math.isnan(error) else error for x, error in errors.items()}
+
+
+def limits(plain: dict[str, float], case: Case, tensors: Sequence[Any], exact: dict[str, Any]) -> dict[str, float]:
+    """The largest error that is accepted of each result, where plain operations have these."""
+    return {x: PEER_FACTOR * error + _rounding(x, case, tensors, exact) for x, error in plain.items()}
 
 
 def _rounding(x: str, case: Case, tensors: Sequence[Any], exact: dict[str, Any]) -> float:
@@ -191,7 +196,8 @@ def _rounding(x: str, case: Case, tensors: Sequence[Any], exact: dict[str, Any])
     return ROUNDING_UNITS * (eps * exact[x].abs().max().item() + eps_sums * (1 + scores) * exact["terms"].get(x, 1.0))
 
 
-def _beyond(errors: dict[str, float], bounds: dict[str, float]) -> list[str]:
+def beyond(errors: dict[str, float], bounds: dict[str, float]) -> list[str]:
+    """What is wrong, in words."""
     return [f"{x}: error {errors[x]:.3g}, accepted {bounds[x]:.3g}" for x in errors if not errors[x] <= bounds[x]]
 
 

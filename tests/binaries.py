@@ -1,16 +1,24 @@
-"""A named cover of the binaries that plans can ask for, found through the planner, so that all are reachable."""
+"""A named cover of the binaries that plans can ask for, found through the planner, so that all are reachable.
+
+`python -m tests.binaries --dim 128 --features softcap dropout --masked` compiles those of one request and prints what
+ptxas says of them, without a GPU; `--folder` puts its files over those of `cuda_src`, as `benchmarks.variants` does.
+"""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks import ptxas
+from benchmarks.overlay import sources
 from cupyflash._cuda.constants import HEAD_DIMS, Constants, MergeStates, MergeStatesBwd
-from cupyflash._cuda.device import Device
+from cupyflash._cuda.device import KNOWN, Device
 from cupyflash._cuda.plan import Plan
 from cupyflash._cuda.plan import backward as plan_backward
 from cupyflash._cuda.plan import forward as plan_forward
@@ -263,3 +271,38 @@ def allowance_key(constants: Constants) -> tuple[str, str, int]:
         " alone" if getattr(values, "is_alone", False) else "" if getattr(values, "makes_dq", True) else " without dq"
     )
     return kind, element, max(dims, default=0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """A line for each kernel of a forward and a backward."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.binaries", description="Registers and spills of one request."
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--dim-v", type=int)
+    parser.add_argument("--features", nargs="*", default=[], choices=("softcap", "alibi", "bias", "dropout"))
+    parser.add_argument("--masked", action="store_true")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--short", action="store_true", help="at most 128 keys")
+    parser.add_argument("--arch", type=int, choices=sorted(KNOWN), default=90)
+    parser.add_argument("--folder", type=Path, help="files that replace those of cuda_src")
+    options = parser.parse_args(arguments)
+    features = Features(**dict.fromkeys(options.features, True))
+    bias = "bfloat16" if features.bias else None
+    changes: dict[str, Any] = {
+        "mask": Mask.BAND if options.masked else Mask.NONE,
+        "bias_dtype": bias,
+        "dbias_dtype": bias,
+    }
+    changes |= {"deterministic": options.deterministic, "size_class": "short" if options.short else "normal"}
+    asked = spec(options.dtype, options.dim, options.dim_v, features, **changes)
+    with sources(options.folder):
+        for plan in plans(asked, KNOWN[options.arch]):
+            report = compile_to_report(plan)
+            print(f"{plan.kernel:20} {report.registers:4} registers {report.spill_bytes:5} bytes spilled  {report.log}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

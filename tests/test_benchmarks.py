@@ -384,3 +384,41 @@ def test_pictures_are_small_and_repeatable(tmp_path: Path, format: str, capsys: 
         assert b">FlashAttention-2<" in written[0]["rates.svg"] and b">cuDNN<" in written[0]["rates.svg"]
         shown = written[0]["standard.svg"].decode()
         assert shown.count(">2.5×<") == 1 and shown.count(">30.0×<") == 1 and "0.75 times standard" in shown
+
+
+def test_a_variant_replaces_files_of_the_kernels_while_it_is_asked_for(tmp_path: Path) -> None:
+    from benchmarks.overlay import sources
+    from cupyflash._cuda import source
+
+    def text() -> str:
+        return source.flatten("bwd_finish")
+
+    as_it_stands = text()
+    (tmp_path / "include" / "ptx").mkdir(parents=True)
+    (tmp_path / "include" / "ptx" / "reduce.cuh").write_text("// another one\n")
+    with sources(tmp_path) as folder:
+        assert "// another one" in text() != as_it_stands and source.root() == folder
+    with sources(None):
+        assert text() == as_it_stands
+    assert text() == as_it_stands and not folder.exists()
+
+
+def test_variants_take_turns_and_are_judged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On NumPy, whose arithmetic no file of kernels changes."""
+    from benchmarks import variants
+
+    case = dataclasses.replace(UNGROUPED, name="small", length=40)
+    monkeypatch.setattr(variants, "CASES", {"small": case})
+    arguments = [str(tmp_path), "--cases", "small", "--backends", "efficient", "standard", "--reps", "2"]
+    arguments += ["--device", "cpu"]
+    assert variants.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0].split(maxsplit=1)[0] for line in lines] == ["small"] * len(lines)
+    assert "efficient" in lines[0] and "absent" in lines[0]
+    assert "as it stands" in lines[1] and "1.000 of its speed" in lines[1]
+    assert str(tmp_path) in lines[2] and "standard" in lines[3]
+    monkeypatch.setattr(variants, "limits", lambda *_: {"dq": 0.0, "dk": 0.0, "dv": 0.0})
+    assert variants.main(arguments) == 1
+    assert "WRONG: dq: error" in capsys.readouterr().out
