@@ -117,8 +117,11 @@ def cover(device: Device) -> dict[str, Plan[Any]]:
     return named
 
 
-def hopper_forwards(device: Device) -> dict[str, Plan[Any]]:
-    """Name to plan: fwd_sm90 in every tile that a call can get, with each change of scores that fills its registers."""
+def hopper_forwards(device: Device, *, are_all: bool) -> dict[str, Plan[Any]]:
+    """Name to plan: fwd_sm90 in every tile that a call can get, with each change of scores that fills its registers.
+
+    Without a mask, which takes registers too, with a few of them, or all.
+    """
     changes: dict[str, dict[str, Any]] = {
         "plain": {},
         "negative scale": {"negative_scale": True},
@@ -133,6 +136,8 @@ def hopper_forwards(device: Device) -> dict[str, Plan[Any]]:
     shapes, classes = ((64, 64), (128, 128), (192, 192), (192, 128), (256, 256)), ("normal", "medium")
     found: dict[Any, tuple[str, Plan[Any]]] = {}
     for dims, (name, switches), mask, size_class in itertools.product(shapes, changes.items(), Mask, classes):
+        if mask is Mask.NONE and name not in ("plain", "negative scale", "softcap") and not are_all:
+            continue
         for bias in ("bfloat16", "float32", "float64") if "bias" in switches else (None,):
             asked = spec("bfloat16", *dims, Features(**switches), mask=mask, bias_dtype=bias, size_class=size_class)
             plan = plan_forward(asked, device)

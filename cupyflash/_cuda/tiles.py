@@ -266,6 +266,7 @@ SPILLS: dict[tuple[str, str, int], tuple[int, str]] = {
     ("FwdGeneric", "float32", 192): (64, _WIDE_ROWS),
     ("FwdGeneric", "float32", 256): (48, _WIDE_ROWS),
     ("FwdGeneric", "float64", 256): (2832, _WIDE_DOUBLES),
+    ("FwdSm90", "16-bit", 128): (4, _BOOKKEEPING),  # with a float64 bias
     ("BwdPreprocess", "16-bit", 0): (16, _ADDRESSES),
     ("BwdGeneric", "16-bit", 32): (16, _BOOKKEEPING),
     ("BwdGeneric", "16-bit", 64): (16, _BOOKKEEPING),
@@ -282,7 +283,7 @@ SPILLS: dict[tuple[str, str, int], tuple[int, str]] = {
     ("BwdSm90 alone", "16-bit", 64): (80, _BOOKKEEPING),
     ("BwdSm90 without dq", "16-bit", 64): (128, _BOOKKEEPING),
     ("BwdSm90 without dq", "16-bit", 128): (16, _BOOKKEEPING),
-    ("BwdDqSm90", "16-bit", 256): (16, _BOOKKEEPING),
+    ("BwdDqSm90", "16-bit", 256): (20, _BOOKKEEPING),
     ("BwdDqGeneric", "16-bit", 32): (192, _BOOKKEEPING),
     ("BwdDqGeneric", "float32", 96): (32, _BOOKKEEPING),
     ("BwdDqGeneric", "float32", 128): (48, _BOOKKEEPING),
