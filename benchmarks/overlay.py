@@ -25,8 +25,10 @@ def sources(folder: Path | None) -> Iterator[Path]:
             shutil.copytree(folder, copy, dirs_exist_ok=True)
         with mock.patch.object(source, "root", return_value=copy):
             forget()
-            yield copy
-        forget()
+            try:
+                yield copy
+            finally:
+                forget()
 
 
 def forget() -> None:

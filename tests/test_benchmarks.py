@@ -401,6 +401,9 @@ def test_a_variant_replaces_files_of_the_kernels_while_it_is_asked_for(tmp_path:
     with sources(None):
         assert text() == as_it_stands
     assert text() == as_it_stands and not folder.exists()
+    with pytest.raises(FileNotFoundError), sources(tmp_path):
+        source.flatten("no such kernel")
+    assert text() == as_it_stands
 
 
 def test_variants_take_turns_and_are_judged(

@@ -291,7 +291,7 @@ def _sm90_gradients(spec: Spec, device: Device) -> Iterator[Gradients]:
         mains = _fitting(BwdSm90, rows, spec, device, note, makes_dq=False, is_alone=False, **both, **gradients)
     else:
         mains = _fitting(BwdDkvSm90, rows, spec, device, **own, **gradients)
-    dq = next(_fitting(BwdDqSm90, tiles.DQ_SM90[wider], spec, device, **own, **gradients))
+    dq = _first(_fitting(BwdDqSm90, tiles.DQ_SM90[wider], spec, device, **own, **gradients), spec, device)
     for main in mains:
         yield main, dq
 

@@ -140,19 +140,20 @@ FWD_SM90_SMALL: dict[int, list[Sm90Tile]] = {
     64: [Sm90Tile(128, 128, 2, 3, 12, Room.ALIBI)],
     256: [Sm90Tile(128, 64, 1, 2, 12, Room.ONE)],
 }
-# The same for bwd_sm90. Beside a row: cuDNN's time over ours (H200, CUDA 13.0, 2026-11-30, N = 4,096), full and causal.
+# The same for bwd_sm90. Beside a row: cuDNN's time over ours (H200, CUDA 13.0, 2026-11-30, N = 4,096), full and causal,
+# of the stored runs. Of two kernels up to D 128, and of other tiles: in single runs while one was chosen.
 BWD_SM90: dict[int, list[Sm90BwdTile]] = {
-    64: [Sm90BwdTile(128, 128, 2, 12)],  # 1.04, 1.09
-    128: [Sm90BwdTile(64, 128, 2, 12)],  # 0.98, 0.95
+    64: [Sm90BwdTile(128, 128, 2, 12)],  # 1.03, 1.08
+    128: [Sm90BwdTile(64, 128, 2, 12)],  # 0.94, 1.03
 }
 # The same for dk and dv alone, of bwd_sm90 and above D 128 of bwd_dkv_sm90, beside a kernel for dq.
 DKV_SM90: dict[int, list[Sm90BwdTile]] = {
     64: [Sm90BwdTile(128, 128, 2, 12)],  # 0.94, -; 64 query rows 0.88
     128: [Sm90BwdTile(64, 128, 3, 12)],  # 0.90, 0.88
-    192: [Sm90BwdTile(64, 64, 2, 12)],  # -, 1.26; with Dv 128 -, 0.87
-    256: [Sm90BwdTile(64, 64, 2, 12)],  # 1.27, 1.18
+    192: [Sm90BwdTile(64, 64, 2, 12)],  # -, 1.27; with Dv 128 -, 0.87
+    256: [Sm90BwdTile(64, 64, 2, 12)],  # 1.25, 1.17
 }
-# And for dq alone, of bwd_dq_sm90.
+# And for dq alone, of bwd_dq_sm90; beside a row the speed of other tiles over its own.
 DQ_SM90: dict[int, list[Sm90DqTile]] = {
     64: [Sm90DqTile(128, 128, 2, 2, 12, Room.RAW), Sm90DqTile(128, 80, 2, 2, 12)],  # 112 keys 0.98
     128: [  # 96 keys 0.97, 80 keys 0.95
