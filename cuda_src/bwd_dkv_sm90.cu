@@ -10,13 +10,14 @@
 //
 // An accumulator of 64 x 256 fills half of a consumer's registers: so each has one of the two. bwd_dq_sm90 makes dq.
 // Shared    k, v for the whole block; q, dout [kStages]: all in panels of 64 columns, swizzled; p [kPlaces] as its lanes have it.
-// Barriers  of attn/key_tile.cuh. Named, of each place: p is there, which consumer 0 says; p has been read, which consumer 1 says.
+// Barriers  of attn/key_tile.cuh. Of each place of p, full: every thread of consumer 0, empty: of consumer 1.
 // Order     dk and dv: fixed, head by head and tile by tile.
 #include "attn/key_scores.cuh"
 
 namespace cf {
 
-static_assert(kKeyTile == kRows);
+static_assert(kKeyTile == kRows && kThreads == kGroup + kConsumerThreads);
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // 128 x 40 + 256 x 232: what the launch gave
 static_assert(!kHasSoftcap && !kHasAlibi && !kHasBias && !kHasDropout, "those are bwd_generic's");
 constexpr int kPlaces = 2;
 using Passage = uint4[kQueryTile / 16][kGroup];
@@ -25,28 +26,19 @@ struct alignas(1024) Smem {  // a swizzle repeats every 1024 bytes
   Tiles tiles;
   Passage p[kPlaces];
   Control control;
+  ptx::Barrier p_full[kPlaces], p_empty[kPlaces];
 };
 static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
-
-constexpr int kThereBarrier = kMeetBarrier + 1, kReadBarrier = kThereBarrier + kPlaces;  // of the first place, the others' behind
 
 // Where a consumer stands.
 struct Position {
   Ring<kStages> now, next;  // tiles whose scores are used, and whose first product is issued
-  int place = 0, count = 0;
+  Ring<kPlaces> place;      // of the former's p
   __device__ __forceinline__ void advance() {
     now.advance();
-    place ^= 1;
-    ++count;
+    place.advance();
   }
 };
-static_assert(kPlaces == 2);
-
-// Before a tile's first product.
-__device__ __forceinline__ void await(Smem& smem, const Ring<kStages>& ring) {
-  ptx::mbarrier_wait(smem.control.statistics_full[ring.stage], ring.parity);
-  if (warp::uniform(smem.control.statistics[ring.stage].special) & kAbsent) zero_absent(smem.tiles, smem.control, ring);
-}
 
 __device__ __forceinline__ void make_dv(Smem& smem, const BwdSm90Params& params) {
   Control& control = smem.control;
@@ -66,10 +58,10 @@ __device__ __forceinline__ void make_dv(Smem& smem, const BwdSm90Params& params)
   dv.zero();
   ptx::pin(registers(dv));
   Weights weights;
-  ScoreFragment& s = weights.s;
+  ScoreFragment s;
   Position at;
   const auto await_scores = [&] {
-    await(smem, at.next);
+    ptx::mbarrier_wait(control.statistics_full[at.next.stage], at.next.parity);
     ptx::mbarrier_wait(control.q_full[at.next.stage], at.next.parity);
   };
   const auto issue_scores = [&] {  // of nothing behind the last tile: a product under a condition would be waited for at once
@@ -88,20 +80,19 @@ __device__ __forceinline__ void make_dv(Smem& smem, const BwdSm90Params& params)
     const int stage = at.now.stage;
     const Statistics& statistics = control.statistics[stage];
     const bool has_hidden = !band.is_full(query, kQueryTile, key, kWarpRows);
+    const bool has_coarse = warp::uniform(statistics.has_coarse);
+    const Columns lse(statistics.lse);
     ptx::wgmma_wait<0>();
     ptx::pin(registers(s));
-    to_probabilities(s, s, exponents, Exponents::Side(0, 0, 0), bias, 0, 0, statistics.lse + warp::fragment_col(0),
-                     warp::uniform(statistics.special) & kCoarse);
-    if (has_hidden) weights.hide(job.band, key, query);
     ptx::mbarrier_arrive(control.q_empty[stage]);
+    weigh(s, weights, exponents, Exponents::Side(0, 0, 0), bias, Kept(), 0, 0, lse, has_coarse, [](int) {});
+    if (has_hidden) weights.hide(job.band, key, query);
     const Packed& p = weights.p;
-#pragma unroll
-    for (int step = 0; step < kQueryTile / 16; ++step) weights.pack_probabilities(step, Kept());
-    if (at.count >= kPlaces) ptx::named_barrier_sync(kReadBarrier + at.place, kConsumerThreads);
+    ptx::mbarrier_wait(smem.p_empty[at.place.stage], at.place.parity ^ 1);
 #pragma unroll
     for (int step = 0; step < kQueryTile / 16; ++step)
-      smem.p[at.place][step][thread] = uint4{p[step][0], p[step][1], p[step][2], p[step][3]};
-    ptx::named_barrier_arrive(kThereBarrier + at.place, kConsumerThreads);
+      smem.p[at.place.stage][step][thread] = uint4{p[step][0], p[step][1], p[step][2], p[step][3]};
+    ptx::mbarrier_arrive(smem.p_full[at.place.stage]);
     ptx::mbarrier_wait(control.dout_full[stage], at.now.parity);
     ptx::pin(registers(dv));
     ptx::wgmma_fence();
@@ -115,8 +106,6 @@ __device__ __forceinline__ void make_dv(Smem& smem, const BwdSm90Params& params)
     at.advance();
   });
   ptx::wgmma_wait<0>();
-  for (int place = 0; place < min_of(at.count, kPlaces); ++place)  // what consumer 1 still says is heard
-    ptx::named_barrier_sync(kReadBarrier + place, kConsumerThreads);
   store_gradient(params.dv, job, key, params.problem.head_dim_v, dv);
 }
 
@@ -136,11 +125,12 @@ __device__ __forceinline__ void make_dk(Smem& smem, const BwdSm90Params& params)
   ScoreFragment dp;
   Position at;
   const auto await_gradient = [&] {
-    await(smem, at.next);
+    ptx::mbarrier_wait(control.statistics_full[at.next.stage], at.next.parity);
     ptx::mbarrier_wait(control.dout_full[at.next.stage], at.next.parity);
   };
   const auto issue_gradient = [&] {  // as in make_dv
-    begin_with(dp, control.statistics[at.next.stage].minus_delta + warp::fragment_col(0));
+#pragma unroll
+    for (int step = 0; step < kQueryTile / 16; ++step) begin_with(dp, step, control.statistics[at.next.stage].minus_delta);
     ptx::pin(registers(dp));
     ptx::wgmma_fence();
     multiply_scores<kHeadDimV, true>(dp, ptx::advance(v, ptx::settled(0)), ptx::advance(dout, at.next.stage * kDoutBytes));
@@ -158,24 +148,22 @@ __device__ __forceinline__ void make_dk(Smem& smem, const BwdSm90Params& params)
     ptx::wgmma_wait<0>();
     ptx::pin(registers(dp));
     if (thread == 0) ptx::mbarrier_arrive(control.dout_empty[stage]);
-    ptx::named_barrier_sync(kThereBarrier + at.place, kConsumerThreads);
+    ptx::mbarrier_wait(smem.p_full[at.place.stage], at.place.parity);
     Weights weights;
-    const ScoreFragment& p = weights.s;
+    Packed& ds = weights.p;
 #pragma unroll
     for (int step = 0; step < kQueryTile / 16; ++step) {
-      const uint4 pairs = smem.p[at.place][step][thread];
-      const uint32 words[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
-      warpgroup::unpack_pairs<Element>(weights.s, words, step);
+      const uint4 pairs = smem.p[at.place.stage][step][thread];
+      ds[step][0] = pairs.x, ds[step][1] = pairs.y, ds[step][2] = pairs.z, ds[step][3] = pairs.w;
     }
-    ptx::named_barrier_arrive(kReadBarrier + at.place, kConsumerThreads);
+    ptx::mbarrier_arrive(smem.p_empty[at.place.stage]);
     if (has_hidden) hide_gradient(dp, weights, 0, kQueryTile / 8);
-    Packed ds;
 #pragma unroll
     for (int step = 0; step < kQueryTile / 16; ++step) {
 #pragma unroll
       for (int n = 2 * step; n < 2 * step + 2; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) dp.x[0][n][i] *= p.x[0][n][i];
+        for (int i = 0; i < 4; ++i) dp.x[0][n][i] *= weights.at(n, i);
       warpgroup::pack_pairs<Element>(ds[step], dp, step);
     }
     ptx::mbarrier_wait(control.q_full[stage], at.now.parity);
@@ -203,7 +191,14 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_dkv_sm90(const
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const attn::Work work = attn::find_work<false, kKeyTile>(params.problem, blockIdx.x);
   if (work.tile < 0) return;
-  if (threadIdx.x == 0) prepare_block(smem.control, params.problem, work);
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int place = 0; place < kPlaces; ++place) {
+      ptx::mbarrier_init(smem.p_full[place], kGroup);
+      ptx::mbarrier_init(smem.p_empty[place], kGroup);
+    }
+    prepare_block(smem.control, params.problem, work);
+  }
   __syncthreads();
   const int group = warp::uniform(threadIdx.x / kGroup);
   if (group == 0) {

@@ -98,7 +98,7 @@ def peer_bwd(
     grid: float = 0.0,
     **options: Any,
 ) -> dict[str, Array]:
-    """The gradients in float32, with out, P and dS rounded to q's dtype; `grid` as in `peer`."""
+    """The gradients in float32, with out, P and dS rounded to q's dtype, dS of the rounded P; `grid` as in `peer`."""
     inputs = _Inputs.of(q, k, v, options)
     return _Formula.rounding_like(q.dtype, grid).backward(inputs, dout, out, lse, delta, dlse)
 
@@ -408,8 +408,9 @@ class _Formula:
         hidden = np.isneginf(x) | has_no_key[..., None]
         p = np.where(hidden, 0, np.exp(x - lse[..., None]))
         dp = self._keep_scale(inputs) * self._kept(inputs, sequence, d_o @ self._sign(v).mT)
-        dx = np.where(hidden, 0, p * (dp + delta[..., None] if self.absolute else dp - delta[..., None]))
-        ds = self.rounded(dx * self._sign(slope))
+        centred = dp + delta[..., None] if self.absolute else dp - delta[..., None]
+        dx = np.where(hidden, 0, p * centred)
+        ds = self.rounded(np.where(hidden, 0, self.rounded(p * self._sign(slope)) * centred))
 
         dq, dk = ds @ self._sign(k), ds.mT @ self._sign(q)
         dv = self._keep_scale(inputs) * (self.rounded(self._kept(inputs, sequence, p)).mT @ d_o)

@@ -146,7 +146,7 @@ class BwdSm90(_Scores):
         stage = 2 * self.query_tile * self.head_dim
         ds = _DS_STAGES * self.query_tile * self.key_tile if self.makes_dq else 0
         dq = 4 * self.query_tile * self.head_dim if self.makes_dq and not self.is_alone else 0
-        barriers = 8 * (2 + 5 * self.stages)
+        barriers = 8 * (2 + 5 * self.stages + 2 * _DS_STAGES)
         statistics = self.stages * _statistics_bytes(self.query_tile)
         bias = _BIAS_STAGES * (_BIAS_BYTES + 16) if self.has_bias else 0
         total = 2 * (keys + self.stages * stage + ds) + dq + bias + statistics + _JOB_BYTES + barriers + _FACTOR_BYTES
@@ -170,7 +170,7 @@ class BwdDkvSm90(_Scores):
     def smem_bytes(self) -> int:
         tiles = (self.key_tile + self.stages * self.query_tile) * (self.head_dim + self.head_dim_v)
         p = _P_PLACES * self.query_tile * self.key_tile
-        barriers = 8 * (2 + 5 * self.stages)
+        barriers = 8 * (2 + 5 * self.stages + 2 * _P_PLACES)
         total = 2 * (tiles + p) + self.stages * _statistics_bytes(self.query_tile) + _JOB_BYTES + barriers
         return -(-total // 1024) * 1024
 

@@ -313,10 +313,11 @@ def _is_whole(c: Any) -> bool:
         fits = c.query_tile == 2 * SM90_ROWS and c.key_tile in SM90_KEY_TILES
         return fits and c.stages > 1 and c.value_stages > 0 and c.warps == 12
     if isinstance(c, BwdSm90):
-        # dq's halves: of the query rows, or of the columns
+        # dq's parts: of the query rows, or of the columns
         is_halved = c.query_tile * c.head_dim == 2 * SM90_ROWS * SM90_PANEL
+        warps = 16 if c.makes_dq else 12
         fits = c.key_tile == 2 * SM90_ROWS and (is_halved if c.makes_dq else c.query_tile in (64, 128))
-        return fits and c.stages > 1 and c.warps == 12  # one tile is done only after the next one has come
+        return fits and c.stages > 1 and c.warps == warps  # one tile is done only after the next one has come
     columns = 16 if ITEM_BYTES[c.element] == 2 else 8
     if c.query_tile % 16 or c.key_tile % 16 or ROW_PAD % c.query_tile:
         return False

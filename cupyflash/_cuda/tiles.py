@@ -143,8 +143,8 @@ FWD_SM90_SMALL: dict[int, list[Sm90Tile]] = {
 # The same for bwd_sm90. Beside a row: cuDNN's time over ours (H200, CUDA 13.0, 2026-11-30, N = 4,096), full and causal,
 # of the stored runs. Of two kernels up to D 128, and of other tiles: in single runs while one was chosen.
 BWD_SM90: dict[int, list[Sm90BwdTile]] = {
-    64: [Sm90BwdTile(128, 128, 2, 12)],  # 1.03, 1.08
-    128: [Sm90BwdTile(64, 128, 2, 12)],  # 0.94, 1.03
+    64: [Sm90BwdTile(128, 128, 2, 16)],  # 1.03, 1.08
+    128: [Sm90BwdTile(64, 128, 2, 16)],  # 0.94, 1.03
 }
 # The same for dk and dv alone, of bwd_sm90 and above D 128 of bwd_dkv_sm90, beside a kernel for dq.
 DKV_SM90: dict[int, list[Sm90BwdTile]] = {

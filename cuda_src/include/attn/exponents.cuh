@@ -36,19 +36,10 @@ struct Exponents {
       for (int half = 0; half < 2; ++half) part[half] = -slope * static_cast<float>(first_distance - lane / 4 - 8 * half);
     }
     __device__ __forceinline__ bool needs_mending() const { return kHasAlibi && first_distance < 15; }  // some key comes behind a query
-    template <int kN>
-    __device__ __forceinline__ void mend(warp::Fragment<1, kN>& x, int lane) const {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float distance = static_cast<float>(first_distance - lane / 4 - 8 * half + lane % 4 * 2);  // of the lane's first query
-#pragma unroll
-        for (int n = 0; n < kN; ++n)
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& exponent = x.x[0][n][2 * half + i];
-            exponent = ptx::fma(2 * slope, min_of(distance + static_cast<float>(8 * n + i), 0.0f), exponent);
-          }
-      }
+    // An exponent of the lane's key `half` and the query `col` behind its first one.
+    __device__ __forceinline__ float mended(float exponent, int half, int col, int lane) const {
+      const float distance = static_cast<float>(first_distance - lane / 4 - 8 * half + lane % 4 * 2);
+      return ptx::fma(2 * slope, min_of(distance + static_cast<float>(col), 0.0f), exponent);
     }
   };
 

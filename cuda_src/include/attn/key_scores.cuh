@@ -96,73 +96,32 @@ struct BiasReader<false> {
   __device__ __forceinline__ float add(float exponent, int, int) const { return exponent; }
 };
 
-// Scores become p. With a softcap `y` receives its tanh. `lse`: of this lane's first column.
-__device__ __forceinline__ void to_probabilities(ScoreFragment& s, ScoreFragment& y, const Exponents& exponents, const Exponents::Side& side,
-                                                 BiasReader<kHasBias>& bias, int key_row, int lane, const float* lse, bool has_coarse) {
-#pragma unroll
-  for (int n = 0; n < kQueryTile / 8; ++n) {
-    if (n % 2 == 0) bias.read(n / 2, key_row, lane);
-    const float2 pair = *reinterpret_cast<const float2*>(lse + 8 * n);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float& x = s.x[0][n][i];
-      x = exponents.capped(x);
-      if constexpr (kHasSoftcap) y.x[0][n][i] = x;
-      x = bias.add(exponents.of(x, side, i / 2, i % 2 ? pair.y : pair.x), n % 2, i);
-    }
-  }
-  if (side.needs_mending()) {
-    __syncwarp();  // a branch, where selections would burden every tile
-    side.mend(s, ptx::settled(lane));
-  }
-  if (has_coarse) {
-    __syncwarp();  // likewise; a positive exponent is then rounding
-#pragma unroll
-    for (int n = 0; n < kQueryTile / 8; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = s.x[0][n][i];
-        x = attn::is_large(lse[8 * n + i % 2]) && x > 0 ? 0.0f : x;
-      }
-  }
-#pragma unroll
-  for (int n = 0; n < kQueryTile / 8; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s.x[0][n][i] = ptx::exp2(s.x[0][n][i]);
-}
-
-// What ds is dp - D times: p, or p dx/ds with a softcap, which then needs p beside it. Both are rounded then, as registers hold no other
-// fragment beside dp: ds gains an error of the size that its own rounding has.
+// P of a tile, rounded: `p` of what dv is made of, and what ds is dp - D times, P or P dx/ds. A lane holds one of the two alone where they
+// are the same, as there is no room for P as it was: ds gains an error of the size that its own rounding has.
 struct Weights {
-  ScoreFragment s;
-  Packed p, sloped;
-  __device__ __forceinline__ float at(int n, int i) const {
-    return kHasSoftcap ? unpack<Element>(sloped[n / 2][n % 2 * 2 + i / 2], i % 2) : s.x[0][n][i];
+  static constexpr bool kAreApart = kHasSoftcap || kHasDropout;
+  Packed p, apart;
+  __device__ __forceinline__ Packed& of_ds() { return kAreApart ? apart : p; }
+  __device__ __forceinline__ float at(int n, int i) {
+    return convert<float>(unpack<Element>(of_ds()[n / 2][n % 2 * 2 + i / 2], i % 2));
   }
-  // Of 16 queries; `s` is p.
-  __device__ __forceinline__ void pack_probabilities(int step, const Kept& kept) {
-    warp::Fragment<1, 2> chosen;
+  // Of 16 queries; `s` is P, and y tanh if there is a softcap.
+  __device__ __forceinline__ void pack(int step, const ScoreFragment& s, const float (&y)[8], const Kept& kept) {
+    warp::Fragment<1, 2> chosen, sloped;
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) chosen.x[0][n][i] = kept.select(s.x[0][2 * step + n][i], 2 * step + n, i);
+      for (int i = 0; i < 4; ++i) {
+        const float x = s.x[0][2 * step + n][i], tanh = y[4 * n + i];
+        chosen.x[0][n][i] = kept.select(x, 2 * step + n, i);
+        sloped.x[0][n][i] = kHasSoftcap ? x * ptx::fma(-tanh, tanh, 1.0f) : x;
+      }
     warpgroup::pack_pairs<Element>(p[step], chosen, 0);
-  }
-  // y: tanh.
-  __device__ __forceinline__ void pack(const ScoreFragment& y, const Kept& kept) {
-#pragma unroll
-    for (int step = 0; step < kQueryTile / 16; ++step) {
-      pack_probabilities(step, kept);
-#pragma unroll
-      for (int n = 2 * step; n < 2 * step + 2; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s.x[0][n][i] *= ptx::fma(-y.x[0][n][i], y.x[0][n][i], 1.0f);
-      warpgroup::pack_pairs<Element>(sloped[step], s, step);
-    }
+    if constexpr (kAreApart) warpgroup::pack_pairs<Element>(apart[step], sloped, 0);
   }
   // Pairs that do not see each other become 0, whatever they were.
   __device__ __forceinline__ void hide(const attn::Band<kIsMasked>& band, int key, int query) {
-    __syncwarp();  // a branch, as above
+    __syncwarp();  // a branch, as in `weigh`
     const int lane = ptx::settled(warp::lane());  // settled: what follows from it is computed here, not kept in registers for all of a loop
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -171,18 +130,51 @@ struct Weights {
       const uint32 bits = attn::columns_of({visible.begin - first_col, visible.end - first_col});
 #pragma unroll
       for (int n = 0; n < kQueryTile / 8; ++n) {
-        if constexpr (kHasSoftcap) {
-          const uint32 seen = (bits >> 2 * n & 1 ? 0x0000ffffu : 0) | (bits >> (2 * n + 1) & 1 ? 0xffff0000u : 0);
-          p[n / 2][n % 2 * 2 + half] &= seen;
-          sloped[n / 2][n % 2 * 2 + half] &= seen;
-        } else {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) s.x[0][n][2 * half + i] = bits >> (2 * n + i) & 1 ? s.x[0][n][2 * half + i] : 0.0f;
-        }
+        const uint32 seen = (bits >> 2 * n & 1 ? 0x0000ffffu : 0) | (bits >> (2 * n + 1) & 1 ? 0xffff0000u : 0);
+        p[n / 2][n % 2 * 2 + half] &= seen;
+        if constexpr (kAreApart) apart[n / 2][n % 2 * 2 + half] &= seen;
       }
     }
   }
 };
+
+// Scores become weights, 16 queries after the others. kIsRare: some key comes behind a query, for ALiBi, or some LSE is so large that a
+// positive exponent is its rounding. `behind(step)`: what is done with a step's registers once they are free.
+template <bool kIsRare, class F>
+__device__ __forceinline__ void weigh(ScoreFragment& s, Weights& weights, const Exponents& exponents, const Exponents::Side& side,
+                                      BiasReader<kHasBias>& bias, const Kept& kept, int key_row, int lane, const Columns& lse, const F& behind) {
+#pragma unroll
+  for (int step = 0; step < kQueryTile / 16; ++step) {
+    bias.read(step, key_row, lane);
+    float y[8];
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& x = s.x[0][2 * step + n][i];
+        const float column = lse.pair[2 * step + n][i % 2];
+        y[4 * n + i] = exponents.capped(x);
+        x = exponents.of(y[4 * n + i], side, i / 2, column);
+        if constexpr (kIsRare && kHasAlibi) x = side.mended(x, i / 2, 16 * step + 8 * n + i % 2, lane);
+        x = bias.add(x, n, i);
+        if constexpr (kIsRare) x = attn::is_large(column) && x > 0 ? 0.0f : x;
+        x = ptx::exp2(x);
+      }
+    weights.pack(step, s, y, kept);
+    behind(step);
+  }
+}
+template <class F>
+__device__ __forceinline__ void weigh(ScoreFragment& s, Weights& weights, const Exponents& exponents, const Exponents::Side& side,
+                                      BiasReader<kHasBias>& bias, const Kept& kept, int key_row, int lane, const Columns& lse, bool has_coarse,
+                                      const F& behind) {
+  if (has_coarse || side.needs_mending()) {
+    __syncwarp();  // a branch, where selections would burden every tile
+    weigh<true>(s, weights, exponents, side, bias, kept, key_row, ptx::settled(lane), lse, behind);
+  } else {
+    weigh<false>(s, weights, exponents, side, bias, kept, key_row, lane, lse, behind);
+  }
+}
 
 // dp of the tiles [begin, end) becomes dp - D, of what dropout keeps of it. `minus_delta`: of this lane's first column.
 __device__ __forceinline__ void drop(ScoreFragment& dp, const Kept& kept, float keep_scale, const float* minus_delta, int begin, int end) {
@@ -195,7 +187,7 @@ __device__ __forceinline__ void drop(ScoreFragment& dp, const Kept& kept, float 
 }
 
 // dp - D of hidden pairs becomes 0, whatever dp and D hold; of the tiles [begin, end).
-__device__ __forceinline__ void hide_gradient(ScoreFragment& dp, const Weights& weights, int begin, int end) {
+__device__ __forceinline__ void hide_gradient(ScoreFragment& dp, Weights& weights, int begin, int end) {
   if (!kHasBias) __syncwarp();  // likewise
 #pragma unroll
   for (int n = begin; n < end; ++n)

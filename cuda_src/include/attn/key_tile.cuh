@@ -1,7 +1,7 @@
 // The backward of one key tile on Hopper, by wgmma and the copy engine: what a block does, what it loads, and its products, of scores that
 // are made transposed: keys in rows, queries in columns. Shared by the kernels that make dk and dv, whose constants these functions use.
 //
-// Threads   a warpgroup of producers: thread 0 loads, warp 1 prepares statistics; behind it two of consumers.
+// Threads   a warpgroup of producers: thread 0 loads, warp 1 prepares statistics; behind it two of consumers, and what else a kernel has.
 // Barriers  full: the loader's arrival and its bytes, or all of the statistician's lanes. empty of dout: one arrival a consumer; of q: one
 //           of each consumers' thread, which speaks for the statistics that it has read too.
 #pragma once
@@ -20,18 +20,16 @@ using warpgroup::registers;
 using warpgroup::Ring;
 constexpr int kGroup = warpgroup::kThreads;
 constexpr int kConsumers = 2, kConsumerThreads = kConsumers * kGroup;
-constexpr int kThreads = kGroup + kConsumerThreads;
-static_assert(kThreads == kWarps * kWarpSize && kHeadDim % kPanel == 0 && kHeadDimV % kPanel == 0);
+constexpr int kThreads = kWarps * kWarpSize;
+static_assert(kHeadDim % kPanel == 0 && kHeadDimV % kPanel == 0);
 static_assert(kStages > 1, "the next tile is asked for before this one is done with");
 static_assert(attn::kRowPad % kQueryTile == 0, "workspaces are padded to whole tiles");
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // 128 x 40 + 256 x 232: what the launch gave
 constexpr int kPanels = kHeadDim / kPanel, kPanelsV = kHeadDimV / kPanel;
 constexpr int kKeyPanelBytes = kKeyTile * kPanel * 2, kQueryPanelBytes = kQueryTile * kPanel * 2;
 
-constexpr int kAbsent = 1, kCoarse = 2;
 struct alignas(16) Statistics {
   float lse[kQueryTile], minus_delta[kQueryTile];  // (+inf, 0): the row takes no part
-  int special;                                     // kAbsent: such a row. kCoarse: an lse beyond kLargeExponent
+  bool has_coarse;                                 // an lse beyond kLargeExponent
   float slope;                                     // of the tile's head, for ALiBi, whose part of a column is in lse
 };
 using Exponents = attn::Exponents<kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative>;
@@ -124,8 +122,19 @@ __device__ __forceinline__ void load(Tiles& tiles, Control& control, const BwdSm
   });
 }
 
-// By a whole warp. Rows that see none of these keys take no part, whatever they hold.
-__device__ __forceinline__ void prepare_statistics(Control& control, const BwdSm90Params& params) {
+// Rows for which is_zeroed holds, by kByThreads threads of which this is the thread-th.
+template <int kByThreads, int kTilePanels, int kTileRows, class Predicate>
+__device__ __forceinline__ void zero_rows(warpgroup::Panels<Element, kTilePanels, kTileRows>& tile, int thread, Predicate is_zeroed) {
+  constexpr int kChunk = 16 / sizeof(Element), kChunks = kPanel / kChunk;
+  for (int i = thread; i < kTilePanels * kTileRows * kChunks; i += kByThreads) {
+    const int row = i / kChunks % kTileRows;
+    if (is_zeroed(row)) *reinterpret_cast<uint4*>(&tile[i / kChunks / kTileRows][row][i % kChunks * kChunk]) = uint4{0, 0, 0, 0};
+  }
+}
+
+// By a whole warp. Rows that see none of these keys take no part, whatever they hold: were their q or dout a NaN, 0 times it would reach
+// dk or dv, so they are zeroed before the consumers hear of the tile.
+__device__ __forceinline__ void prepare_statistics(Tiles& tiles, Control& control, const BwdSm90Params& params) {
   using Pair = attn::RowStats<float>;
   const Job& job = control.job;
   const int64 rows = attn::padded_rows(params.problem), begin = attn::padded_begin(params.problem, job.sequence);
@@ -154,8 +163,17 @@ __device__ __forceinline__ void prepare_statistics(Control& control, const BwdSm
     is_absent = __any_sync(kFullWarp, is_absent);
     is_coarse = __any_sync(kFullWarp, is_coarse);
     if (warp::lane() == 0) {
-      statistics.special = (is_absent ? kAbsent : 0) | (is_coarse ? kCoarse : 0);
+      statistics.has_coarse = is_coarse;
       statistics.slope = slope;
+    }
+    if (is_absent) {
+      __syncwarp();  // lse is read across lanes
+      const auto is_zeroed = [&](int row) { return statistics.lse[row] == kInfinity; };
+      ptx::mbarrier_wait(control.q_full[ring.stage], ring.parity);
+      zero_rows<kWarpSize>(tiles.q[ring.stage], warp::lane(), is_zeroed);
+      ptx::mbarrier_wait(control.dout_full[ring.stage], ring.parity);
+      zero_rows<kWarpSize>(tiles.dout[ring.stage], warp::lane(), is_zeroed);
+      ptx::fence_async_proxy();
     }
     ptx::mbarrier_arrive(control.statistics_full[ring.stage]);
     ring.advance();
@@ -167,28 +185,7 @@ __device__ __forceinline__ void produce(Tiles& tiles, Control& control, const Bw
   const int role = threadIdx.x / kWarpSize;
   if (control.job.is_idle()) return;
   if (role == 0 && warp::lane() == 0) load(tiles, control, params);
-  if (role == 1) prepare_statistics(control, params);
-}
-
-// By both consumers: rows for which is_zeroed holds.
-template <int kTilePanels, int kTileRows, class Predicate>
-__device__ __forceinline__ void zero_rows(warpgroup::Panels<Element, kTilePanels, kTileRows>& tile, Predicate is_zeroed) {
-  constexpr int kChunk = 16 / sizeof(Element), kChunks = kPanel / kChunk;
-  for (int i = ptx::settled(static_cast<int>(threadIdx.x)) - kGroup; i < kTilePanels * kTileRows * kChunks; i += kConsumerThreads) {
-    const int row = i / kChunks % kTileRows;
-    if (is_zeroed(row)) *reinterpret_cast<uint4*>(&tile[i / kChunks / kTileRows][row][i % kChunks * kChunk]) = uint4{0, 0, 0, 0};
-  }
-}
-// Were q or dout of a row that takes no part a NaN, 0 times it would reach dk or dv.
-__device__ __forceinline__ void zero_absent(Tiles& tiles, Control& control, const Ring<kStages>& ring) {
-  ptx::mbarrier_wait(control.q_full[ring.stage], ring.parity);
-  ptx::mbarrier_wait(control.dout_full[ring.stage], ring.parity);
-  const Statistics& statistics = control.statistics[ring.stage];
-  const auto is_absent = [&](int row) { return statistics.lse[row] == kInfinity; };
-  zero_rows(tiles.q[ring.stage], is_absent);
-  zero_rows(tiles.dout[ring.stage], is_absent);
-  ptx::fence_async_proxy();
-  meet();
+  if (role == 1) prepare_statistics(tiles, control, params);
 }
 
 // d = a b^T, or d += a b^T, over kDim columns, a's 64 rows of a tile of kKeyTile and b a tile of kQueryTile.
@@ -201,12 +198,22 @@ __device__ __forceinline__ void multiply_scores(ScoreFragment& d, uint64 a, uint
                                                             ptx::advance(b, panel * kQueryPanelBytes + inside), kAdds || step > 0);
   }
 }
-// What dp - D is summed onto: so no subtraction stands beside the products. `minus_delta`: of this lane's first column.
-__device__ __forceinline__ void begin_with(ScoreFragment& dp, const float* minus_delta) {
+// What a lane needs of numbers that belong to queries, its first column's first. Read at once, whatever comes between this and their use.
+struct Columns {
+  float pair[kQueryTile / 8][2];
+  __device__ __forceinline__ explicit Columns(const float* numbers) {
 #pragma unroll
-  for (int n = 0; n < kQueryTile / 8; ++n)
+    for (int n = 0; n < kQueryTile / 8; ++n)
+      ptx::load_shared(pair[n][0], pair[n][1], ptx::shared_address(numbers + warp::fragment_col(0) + 8 * n));
+  }
+};
+// What dp - D of 16 queries is summed onto: so no subtraction stands beside the products.
+__device__ __forceinline__ void begin_with(ScoreFragment& dp, int step, const float* minus_delta) {
 #pragma unroll
-    for (int i = 0; i < 4; i += 2) ptx::load_shared(dp.x[0][n][i], dp.x[0][n][i + 1], ptx::shared_address(minus_delta + 8 * n));
+  for (int n = 2 * step; n < 2 * step + 2; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; i += 2)
+      ptx::load_shared(dp.x[0][n][i], dp.x[0][n][i + 1], ptx::shared_address(minus_delta + warp::fragment_col(0) + 8 * n));
 }
 // d += a b over the queries, b a tile of kDim columns.
 template <int kDim>

@@ -49,15 +49,4 @@ __device__ __forceinline__ void pack_pairs(uint32 (&pairs)[4], const warp::Fragm
   }
 }
 
-// And back.
-template <class T, int kN>
-__device__ __forceinline__ void unpack_pairs(warp::Fragment<1, kN>& f, const uint32 (&pairs)[4], int step) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float* pair = f.x[0][2 * step + i / 2] + i % 2 * 2;
-    pair[0] = convert<float>(unpack<T>(pairs[i], 0));
-    pair[1] = convert<float>(unpack<T>(pairs[i], 1));
-  }
-}
-
 }  // namespace cf::warpgroup
