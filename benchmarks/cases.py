@@ -111,6 +111,10 @@ EXTRA = (
     replace(
         _dim(128), name="float16", reason="no slower than bfloat16", dtype="float16", against="dim-128", limit=1.03
     ),
+    *(
+        Case(f"short-{n}", "a head's keys fit into one tile or two", 16384 // n, n, 16, 16, 128, is_causal=False)
+        for n in (64, 128, 256)
+    ),
     Case("gqa-2048", "32 query heads over 8", 8, 2048, 32, 8, 128, is_causal=True),
     Case("gqa-8192", "32 query heads over 8", 2, 8192, 32, 8, 128, is_causal=True),
     Case("host", "what one tiny call costs the host", 1, 16, 1, 1, 64, is_causal=True, host=True),

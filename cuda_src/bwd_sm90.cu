@@ -4,55 +4,54 @@
 //   statistician, one warp:  lse and D of the tile's rows, and what is special about them
 //   two more warps:          the bias, if there is one, piece by piece into a ring of its own
 //   consumers, 64 keys each, for each query head of the group, for each query tile that sees the keys:
-//     s^T = k q^T
-//     p^T = exp(x^T - lse)                  while the other's products run, and dq's
+//     p^T = exp(x^T - lse)                              of s^T, which the tile before has asked for
 //     dv += p^T dout         dp^T - D = v dout^T - D
-//     ds^T = p^T (dp^T - D) dx/ds           which dq's warpgroup gets too
-//     dk += ds^T q           and the next tile's s^T behind it
-//   a warpgroup for dq:      dq = ds k, 64 x 64 at a time, added to dq_accum by bulk reductions, each warp its own part
+//     ds^T = p^T (dp^T - D) dx/ds                       for dq too, through shared memory
+//     dk += ds^T q           s^T = k q^T                of the next tile
+//   a warpgroup for dq:      dq = ds k, 64 x 64 at a time, added to dq_accum by bulk reductions, each warp its own rows
 //   at the end:  dv, scale dk              (bwd_finish brings scale dq home)
 //
-// s and dp take turns in one fragment, and p lives on as 16 bits: so there are registers for dq's warpgroup, and consumers wait neither for
-// each other nor for dq. Without kMakesDq dq is left to bwd_dq_sm90. kIsAlone: there is one key tile; then a block's dq is all of it, and
-// stored.
+// s and dp take turns in one fragment and p lives on as 16 bits, which leaves registers for dq's warpgroup. So consumers wait neither for dq
+// nor for each other, but for one thing: exponentials of the one run beside products of the other. kIsAlone: there is one key tile; then a
+// block's dq is all of it, and stored.
 // Shared    k, v [kKeyTile, kHeadDim] for the whole block; q, dout [kStages][kQueryTile, kHeadDim]; ds [kDsStages][kQueryTile, kKeyTile]:
 //           all in panels of 64 columns, swizzled; dq of each warp in fragment order; two pieces of 16 KiB of the bias.
-// Barriers  of attn/key_tile.cuh. Of a place of ds, full: every consumer's warp; empty: every warp of dq's. Of a piece of the bias, full:
-//           all who load it; empty: every consumer's thread. Named, of both consumers: keys have been zeroed.
-// Order     dk and dv: fixed, head by head and tile by tile. dq: the order in which blocks arrive.
+// Barriers  of attn/key_tile.cuh. Of a place of ds, full: every consumer's warp; empty: every warp of dq's. weighed, of a consumer: each of its
+//           warps, once the products behind its exponentials are issued. Of a piece of the bias, full: all who load it; empty: every
+//           consumer's thread. Named, of both consumers: keys have been zeroed.
+// Order     dk and dv: fixed, head by head and tile by tile. dq: the order in which blocks arrive, or if kIsOrdered that of their keys: by a
+//           counter for 16 rows a warp of dq's knows how many of the blocks that see its tile have added to them. It waits for blocks of
+//           smaller numbers alone, which run already.
 #include "attn/key_scores.cuh"
+#include "ptx/turn.cuh"
 
 namespace cf {
 
 static_assert(kKeyTile == kConsumers * kRows && kHeadDim == kHeadDimV);
 constexpr bool kIsPlain = !kHasSoftcap && !kHasAlibi && !kHasBias && !kHasDropout;
-// Warpgroups: producers, consumers, dq's. What the launch gave: 4 x 128, or without dq's 3 x 168.
-constexpr int kDqGroup = 1 + kConsumers;
-static_assert(kThreads == kGroup * (kMakesDq ? 1 + kDqGroup : kDqGroup));
-constexpr int kProducerRegisters = kMakesDq ? 32 : 40, kConsumerRegisters = kMakesDq ? 208 : 232, kDqRegisters = 64;
+constexpr int kDqGroup = 1 + kConsumers;  // behind the producers' and the consumers'
+static_assert(kThreads == kGroup * (1 + kDqGroup));
+constexpr int kProducerRegisters = 32, kConsumerRegisters = 208, kDqRegisters = 64;  // 32 + 2 x 208 + 64: what the launch gave, 4 x 128
 
 constexpr int kDsStages = 2;
-constexpr int kDqWarps = kGroup / kWarpSize;
+constexpr int kGroupWarps = kGroup / kWarpSize;
 // dq's parts, one after the other through the same registers: of the query rows, or panels of columns.
 constexpr int kParts = 2;
 constexpr bool kSplitsRows = kQueryTile == kParts * kRows;
-static_assert(!kMakesDq || (kSplitsRows ? kPanels == 1 : kQueryTile == kRows && kPanels == kParts));
+static_assert(kSplitsRows ? kPanels == 1 : kQueryTile == kRows && kPanels == kParts);
 using DqFragment = warp::Fragment<1, kPanel / 8>;
 constexpr int kDqFloats = sizeof(DqFragment) / 4 * kWarpSize;  // of a warp
 
 // One base after the other: at an offset of its own a base would be reached through a test for null.
-template <bool kIsThere>
 struct WithDs : Tiles {
   warpgroup::Panels<Element, kConsumers, kQueryTile> ds[kDsStages];
 };
-template <>
-struct WithDs<false> : Tiles {};
 template <bool kIsThere>
-struct WithDq : WithDs<kMakesDq> {
-  alignas(128) float dq[kDqWarps][kParts][kDqFloats];
+struct WithDq : WithDs {
+  alignas(128) float dq[kGroupWarps][kParts][kDqFloats];
 };
 template <>
-struct WithDq<false> : WithDs<kMakesDq> {};
+struct WithDq<false> : WithDs {};
 
 // Read where they are needed, tile by tile.
 struct Factors {
@@ -61,20 +60,19 @@ struct Factors {
   float keep_scale;
 };
 
-struct alignas(1024) Smem : WithDq<kMakesDq && !kIsAlone> {  // a swizzle repeats every 1024 bytes
+struct alignas(1024) Smem : WithDq<!kIsAlone> {  // a swizzle repeats every 1024 bytes
   BiasRing<kHasBias> bias;
   Control control;
-  ptx::Barrier ds_full[kDsStages], ds_empty[kDsStages];
+  ptx::Barrier ds_full[kDsStages], ds_empty[kDsStages], weighed[kConsumers];
   attn::Dropout dropout;  // of head 0
   Factors factors;
 };
 static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
-[[maybe_unused]] constexpr int kDsBytes = sizeof(WithDs<true>::ds) / kDsStages;
+constexpr int kDsBytes = sizeof(WithDs::ds) / kDsStages;
 
 using KeyFragment = warp::Fragment<1, kHeadDim / 8>;
 
-// What a consumer does for dq, or nothing.
-template <bool kIsThere>
+// What a consumer does for dq.
 struct DsWriter {
   Smem& smem;
   uint32 row;  // where this lane writes
@@ -97,13 +95,6 @@ struct DsWriter {
     place.advance();
   }
 };
-template <>
-struct DsWriter<false> {
-  __device__ __forceinline__ DsWriter(Smem&, int) {}
-  __device__ __forceinline__ void await() const {}
-  __device__ __forceinline__ void write(int, const uint32 (&)[4]) const {}
-  __device__ __forceinline__ void tell() {}
-};
 
 __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90Params& params) {
   Control& control = smem.control;
@@ -117,7 +108,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
   const uint64 v_rows = ptx::descriptor(ptx::shared_address(smem.v[0][consumer * kRows]), 16);
   const uint64 q = ptx::descriptor(ptx::shared_address(smem.q), kQueryPanelBytes);
   const uint64 dout = ptx::descriptor(ptx::shared_address(smem.dout), kQueryPanelBytes);
-  DsWriter<kMakesDq> writer(smem, consumer);
+  DsWriter writer(smem, consumer);
   BiasReader<kHasBias> bias(smem.bias);
   Exponents held(params.scores);
   held.unit = ptx::settled(held.unit);
@@ -128,6 +119,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
   ScoreFragment s;  // and dp
   ScoreFragment& dp = s;
   Ring<kStages> ring;
+  int other_parity = 1 - consumer;  // consumer 0 begins: it waits for the phase before the first
   const auto issue_scores = [&] {  // of nothing behind the last tile: a product under a condition would be waited for at once
     ptx::pin(registers(s));
     ptx::wgmma_fence();
@@ -165,6 +157,8 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     Kept kept;
     if constexpr (kHasDropout) kept = draw(smem.dropout, head, key, query);
     const Columns lse(statistics.lse);
+    ptx::mbarrier_wait(smem.weighed[1 - consumer], other_parity);
+    other_parity ^= 1;
     ptx::wgmma_wait<0>();
     ptx::pin(registers(s));
     Weights weights;
@@ -190,6 +184,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     ptx::wgmma_fence();
     multiply_scores<kHeadDim, kPreloadsDelta>(dp, v_rows, ptx::advance(dout, stage_bytes));
     ptx::wgmma_commit();
+    if (warp::lane() == 0) ptx::mbarrier_arrive(smem.weighed[consumer]);
     ptx::wgmma_wait<0>();
     ptx::pin(registers(dv));
     ptx::pin(registers(dp));
@@ -231,27 +226,53 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
   store_gradient(params.dv, job, key, params.problem.head_dim_v, dv);
 }
 
-// Templates, as not every Block has what they name. A part of a warp's 16 query rows of dq, summed in dq_accum:
+// What stands between a warp of dq's and dq_accum. A template, as not every Block has what it names.
 template <class Block>
-__device__ __forceinline__ void add(const DqFragment& dq, int part, int head, int query, Block& smem, const BwdSm90Params& params) {
-  const int lane = ptx::settled(warp::lane()), warp_number = threadIdx.x % kGroup / kWarpSize;
-  float* const stage = smem.dq[warp_number][part];
-  if (lane == 0) ptx::tma_wait_read<kParts - 1>();  // of the same part of the tile before
-  __syncwarp();
+struct Adder {
+  Block& smem;
+  const BwdSm90Params& params;
+  int* counter = nullptr;  // of the rows that were added last, if kIsOrdered
+
+  // A part of a tile's rows.
+  __device__ __forceinline__ void add(const DqFragment& dq, int part, int head, int query) {
+    const int lane = ptx::settled(warp::lane()), warp_number = threadIdx.x % kGroup / kWarpSize;
+    float* const stage = smem.dq[warp_number][part];
+    if (lane == 0) {
+      if (kIsOrdered && part == 0) pass();
+      ptx::tma_wait_read<kParts - 1>();  // of the same part of the tile before
+    }
+    __syncwarp();
 #pragma unroll
-  for (int n = 0; n < kPanel / 8; ++n) {
-    const float* x = dq.x[0][n];
-    reinterpret_cast<float4*>(stage)[n * kWarpSize + lane] = float4{x[0], x[1], x[2], x[3]};
+    for (int n = 0; n < kPanel / 8; ++n) {
+      const float* x = dq.x[0][n];
+      reinterpret_cast<float4*>(stage)[n * kWarpSize + lane] = float4{x[0], x[1], x[2], x[3]};
+    }
+    ptx::fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+      const int place = kSplitsRows ? part * kGroupWarps + warp_number : warp_number * kParts + part;
+      const int64 rows = smem.factors.first_row + head * smem.factors.head_rows + query;
+      if (kIsOrdered && part == 0) await(static_cast<int*>(params.turns) + rows / kWarpRows + warp_number, query);
+      ptx::bulk_reduce_add(static_cast<float*>(params.dq_accum) + rows * kHeadDim + place * kDqFloats, stage, kDqFloats * 4);
+      ptx::tma_commit();
+    }
   }
-  ptx::fence_async_proxy();
-  __syncwarp();
-  if (lane == 0) {
-    const int place = kSplitsRows ? part * kDqWarps + warp_number : warp_number * kParts + part;
-    const int64 rows = smem.factors.first_row + head * smem.factors.head_rows + query;
-    ptx::bulk_reduce_add(static_cast<float*>(params.dq_accum) + rows * kHeadDim + place * kDqFloats, stage, kDqFloats * 4);
-    ptx::tma_commit();
+  __device__ __forceinline__ void finish() {
+    if (warp::lane() != 0) return;
+    if (kIsOrdered) pass();
+    ptx::tma_wait_read();  // shared memory outlives its copies
   }
-}
+
+  __device__ __forceinline__ void await(int* next, int query) {
+    const Job& job = smem.control.job;
+    counter = next;
+    const attn::Range keys = job.band.keys_of(query, min_of(query + kQueryTile, job.sequence.len_q));
+    ptx::await_turn(counter, (job.key_begin - keys.begin / kKeyTile * kKeyTile) / kKeyTile);
+  }
+  __device__ __forceinline__ void pass() {
+    if (counter) ptx::pass_turn(counter);
+  }
+};
 // The same where it is all there is.
 __device__ __forceinline__ void store(DqFragment& dq, int part, int head, int query, Smem& smem, const BwdSm90Params& params) {
   const attn::Sequence& seq = smem.control.job.sequence;
@@ -266,7 +287,7 @@ __device__ __forceinline__ void store_unseen(const Job& job, const BwdSm90Params
   const int group = params.problem.heads_q / params.problem.heads_kv, cols = params.problem.head_dim;
   const int begin = job.is_idle() ? 0 : job.walk.query_begin, end = job.is_idle() ? 0 : ceil_div(job.walk.query_end, kQueryTile) * kQueryTile;
   for (int head = job.kv_head * group; head < (job.kv_head + 1) * group; ++head)
-    for (int row = threadIdx.x % kGroup / kWarpSize; row < seq.len_q; row += kDqWarps)
+    for (int row = threadIdx.x % kGroup / kWarpSize; row < seq.len_q; row += kGroupWarps)
       if (row < begin || row >= end)
         for (int col = warp::lane(); col < cols; col += kWarpSize)
           attn::rows<GradElement>(params.dq, seq, seq.q_begin, head, row)[col] = convert<GradElement>(0.0f);
@@ -280,6 +301,7 @@ __device__ __forceinline__ void make_dq(Block& smem, const BwdSm90Params& params
   const uint64 ds = ptx::descriptor(warp::uniform(ptx::shared_address(smem.ds)), 16);
   const uint64 k = ptx::descriptor(warp::uniform(ptx::shared_address(smem.k)), 16);
   Ring<kDsStages> place;
+  Adder<Block> adder{smem, params};
   walk.for_each([&](int head, int query) {
     ptx::mbarrier_wait(smem.ds_full[place.stage], place.parity);
 #pragma unroll
@@ -298,12 +320,12 @@ __device__ __forceinline__ void make_dq(Block& smem, const BwdSm90Params& params
       ptx::pin(registers(dq));
       if (part == kParts - 1 && warp::lane() == 0) ptx::mbarrier_arrive(smem.ds_empty[place.stage]);
       if constexpr (kIsAlone) store(dq, part, head, query, smem, params);
-      else add(dq, part, head, query, smem, params);
+      else adder.add(dq, part, head, query);
     }
     place.advance();
   });
-  if (kIsAlone && !kAccumulate) store_unseen(job, params);
-  if (!kIsAlone && warp::lane() == 0) ptx::tma_wait_read();  // shared memory outlives its copies
+  if constexpr (!kIsAlone) adder.finish();
+  else if (!kAccumulate) store_unseen(job, params);
 }
 
 }  // namespace cf
@@ -319,8 +341,10 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __g
 #pragma unroll
     for (int place = 0; place < kDsStages; ++place) {
       ptx::mbarrier_init(smem.ds_full[place], kConsumerThreads / kWarpSize);
-      ptx::mbarrier_init(smem.ds_empty[place], kDqWarps);
+      ptx::mbarrier_init(smem.ds_empty[place], kGroupWarps);
     }
+#pragma unroll
+    for (int consumer = 0; consumer < kConsumers; ++consumer) ptx::mbarrier_init(smem.weighed[consumer], kGroupWarps);
     prepare_block(smem.control, params.problem, work);
     smem.factors = {attn::padded_begin(params.problem, work.sequence), attn::padded_rows(params.problem), Exponents(params.scores),
                     static_cast<float>(params.scores.keep_scale)};
@@ -335,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __g
   } else if (group < kDqGroup) {
     ptx::take_registers<kConsumerRegisters>();
     consume(group - 1, smem, params);
-  } else if constexpr (kMakesDq) {
+  } else {
     ptx::give_registers<kDqRegisters>();
     make_dq(smem, params);
   }

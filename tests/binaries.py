@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import ptxas
 from benchmarks.overlay import sources
-from cupyflash._cuda.constants import HEAD_DIMS, Constants, MergeStates, MergeStatesBwd
+from cupyflash._cuda.constants import HEAD_DIMS, BwdSm90, Constants, MergeStates, MergeStatesBwd
 from cupyflash._cuda.device import KNOWN, Device
 from cupyflash._cuda.plan import Plan
 from cupyflash._cuda.plan import backward as plan_backward
@@ -272,9 +272,10 @@ def allowance_key(constants: Constants) -> tuple[str, str, int]:
     element = "16-bit" if element in ("float16", "bfloat16") else element
     dims = [getattr(values, name) for name in ("head_dim", "head_dim_v") if hasattr(values, name)]
     kind = type(constants).__name__
-    kind += (
-        " alone" if getattr(values, "is_alone", False) else "" if getattr(values, "makes_dq", True) else " without dq"
-    )
+    if isinstance(constants, BwdSm90):
+        kind += " alone" if constants.is_alone else ""
+        changes = constants.has_softcap, constants.has_alibi, constants.has_bias, constants.has_dropout
+        kind += " of changed scores" if any(changes) else ""
     return kind, element, max(dims, default=0)
 
 

@@ -79,5 +79,6 @@ def test_every_backward_of_hopper_compiles_without_unrecorded_spills(
 def test_recorded_spills_belong_to_tiles_that_exist() -> None:
     covers = [binaries.cover(device) for device in KNOWN.values()]
     covers += [binaries.hopper_forwards(KNOWN[90], are_all=False), binaries.hopper_backwards(KNOWN[90])]
+    covers += [binaries.hopper_backwards_of_changed_scores(KNOWN[90], are_all=True)]
     keys = {binaries.allowance_key(plan.constants) for cover in covers for plan in cover.values()}
     assert set(tiles.SPILLS) <= keys

@@ -102,6 +102,7 @@ struct BwdPreprocessParams {
   Tensor delta_out;             // [B, Hq, Nq]; null data: not wanted
   void* stats;                  // [Hq, padded rows] (lse log2(e), delta); null: not wanted
   void* dq_accum;               // [Hq, padded rows, accum_cols] Accum, zeroed here; null: not wanted
+  void* turns;                  // [Hq, padded rows / 16] int, zeroed here; null: not wanted
   void* dout_rounded;           // [B, Nq, Hq, rounded_cols] in q's type; null: dout has it already
   const void* sink;             // [Hq] Accum
   void* dsink_parts;            // [Hq, blocks of a head] Accum; null: no sink
@@ -135,6 +136,7 @@ struct BwdSm90Params {          // of bwd_sm90, bwd_dkv_sm90 and bwd_dq_sm90
   Tensor dv;                    // [B, Nk, Hkv, Dv]
   const void* stats;            // as above
   void* dq_accum;               // of bwd_sm90, where it is summed
+  void* turns;                  // as above, where it is summed in order
 };
 
 struct BwdBiasParams {

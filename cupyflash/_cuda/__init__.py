@@ -24,7 +24,7 @@ from .constants import (
 )
 from .launch import Schedule, refuse_blocks
 from .params import MERGE_STATES
-from .plan import ROW_PAD, BackwardPlan, Plan
+from .plan import ROW_PAD, TURN_ROWS, BackwardPlan, Plan
 from .tensor_map import NO_MAP, tensor_map
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _order(spec: Spec, call: Call, tiles: int, blocks: int, grid: int) -> tuple[
 
 
 def workspace_bytes(spec: Spec, call: Call, *, backward: bool) -> int:
-    """Bytes beyond the results: a backward's (lse, delta) pairs, dq sums, dsink's parts, and dout where rounded."""
+    """Bytes beyond the results: of a backward, what `_workspace_parts` names."""
     if not backward:
         return 0
     # Where arrays lie changes no size: it is for the best plan, and for arrays that the copy engine cannot walk.
@@ -127,7 +127,7 @@ def backward(spec: Spec, call: Call, plan: BackwardPlan) -> Work:
     schedule = Schedule(call.device)
     main, finish = plan.main.constants, plan.finish.constants
     addresses = _addresses(Blank("workspace"), _workspace_parts(spec, call, plan))
-    stats, dq_accum, parts, rounded = addresses
+    stats, dq_accum, turns, parts, rounded = addresses
     where = problem(spec, call, plan.preprocess.constants.query_tile, main.key_tile)
     query_blocks = _blocks(call, call.len_q, plan.preprocess.constants.query_tile, spec.heads_q)
     cols = main.head_dim, _rounded_cols(spec)
@@ -143,7 +143,7 @@ def backward(spec: Spec, call: Call, plan: BackwardPlan) -> Work:
         if one.target == "sm_90a":
             heights = (call.q, c.query_tile), (call.k, c.key_tile), (call.v, c.key_tile), (dout, c.query_tile)
             boxes = [word for view, height in heights for word in tensor_map(_given(view), height, call.device)]
-            schedule.launch(one, blocks, (*boxes, *where, *changes, *written))
+            schedule.launch(one, blocks, (*boxes, *where, *changes, *written, turns))
         else:
             schedule.launch(one, blocks, (*where, *inputs, *written))
 
@@ -185,7 +185,7 @@ def preprocess(call: Call, stream: int) -> None:
     where = (*(0,) * 9, call.batch, call.len_q, 0, heads, heads, dim, dim, tiles, 0, 0, 0, 0)
     blocks = _blocks(call, call.len_q, constants.query_tile, heads)
     schedule = Schedule(call.device)
-    schedule.launch(plan, blocks, _preprocess_values(call, where, call.delta, (0, 0, 0, 0), (0, 0)))
+    schedule.launch(plan, blocks, _preprocess_values(call, where, call.delta, (0, 0, 0, 0, 0), (0, 0)))
     schedule({}, stream)
 
 
@@ -270,11 +270,11 @@ def _preprocess_values(
     call: Call,
     where: tuple[Any, ...],
     delta_out: View | None,
-    workspace: tuple[int, int, int, int],
+    workspace: Parts,
     cols: tuple[int, int],
 ) -> tuple[Any, ...]:
     is_computed = call.delta is None or delta_out is not None
-    stats, dq_accum, dsink_parts, rounded = workspace
+    stats, dq_accum, turns, dsink_parts, rounded = workspace
     return (
         *where,
         *(rows(call.out) if is_computed else NO_TENSOR),
@@ -285,6 +285,7 @@ def _preprocess_values(
         *per_row(delta_out),
         stats,
         dq_accum,
+        turns,
         rounded,
         pointer(call.sink),
         dsink_parts,
@@ -297,8 +298,11 @@ def _blocks(call: Call, length: int, tile: int, heads: int) -> int:
     return tiles_of(length, tile, call) * heads * sequences if length else 0
 
 
-def _workspace_parts(spec: Spec, call: Call, plan: BackwardPlan) -> tuple[int, int, int, int]:
-    """Bytes of the (lse, delta) pairs, of the dq sums, of dsink's parts, and of dout rounded to q's type."""
+Parts = tuple[int, int, int, int, int]  # of a workspace
+
+
+def _workspace_parts(spec: Spec, call: Call, plan: BackwardPlan) -> Parts:
+    """Bytes of the (lse, delta) pairs, of the dq sums, of their turns, of dsink's parts, and of dout rounded."""
     accum = ITEM_BYTES[accum_of(spec.dtype)]
     padded = -(-call.len_q // ROW_PAD) * ROW_PAD
     padded_rows = padded * call.batch if call.cu_seqlens_q is None else padded + call.batch * ROW_PAD
@@ -308,6 +312,7 @@ def _workspace_parts(spec: Spec, call: Call, plan: BackwardPlan) -> tuple[int, i
     return (
         2 * accum * per_head,
         accum * per_head * plan.main.constants.head_dim if plan.sums_dq else 0,
+        4 * per_head // TURN_ROWS if plan.takes_turns else 0,
         0 if call.sink is None else accum * _blocks(call, call.len_q, ROW_PAD, spec.heads_q),
         0 if spec.dout_dtype == spec.dtype else rounded,
     )
@@ -326,13 +331,14 @@ def _rounded_cols(spec: Spec) -> int:
     return -(-spec.head_dim_v // whole) * whole
 
 
-def _addresses(at: int, sizes: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+def _addresses(at: int, sizes: Parts) -> Parts:
     """Where each part of a workspace begins; 0 for an empty one."""
     addresses = []
     for size in sizes:
         addresses.append(at if size else 0)
         at += _aligned(size)
-    return addresses[0], addresses[1], addresses[2], addresses[3]
+    stats, dq_accum, turns, dsink_parts, rounded = addresses
+    return stats, dq_accum, turns, dsink_parts, rounded
 
 
 def _aligned(size: int) -> int:

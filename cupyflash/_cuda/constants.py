@@ -136,17 +136,17 @@ class BwdSm90(_Scores):
 
     grad_element: str
     accumulate: bool
-    makes_dq: bool  # else dq is bwd_dq_sm90's
     is_alone: bool  # one key tile holds all keys: dq is whole, and stored; else it is summed in memory
+    is_ordered: bool  # those sums are in the order of the keys
     stages: int
 
     @property
     def smem_bytes(self) -> int:
         keys = 2 * self.key_tile * self.head_dim
         stage = 2 * self.query_tile * self.head_dim
-        ds = _DS_STAGES * self.query_tile * self.key_tile if self.makes_dq else 0
-        dq = 4 * self.query_tile * self.head_dim if self.makes_dq and not self.is_alone else 0
-        barriers = 8 * (2 + 5 * self.stages + 2 * _DS_STAGES)
+        ds = _DS_STAGES * self.query_tile * self.key_tile
+        dq = 0 if self.is_alone else 4 * self.query_tile * self.head_dim
+        barriers = 8 * (2 + 5 * self.stages + 2 * _DS_STAGES + _CONSUMERS)
         statistics = self.stages * _statistics_bytes(self.query_tile)
         bias = _BIAS_STAGES * (_BIAS_BYTES + 16) if self.has_bias else 0
         total = 2 * (keys + self.stages * stage + ds) + dq + bias + statistics + _JOB_BYTES + barriers + _FACTOR_BYTES
@@ -154,7 +154,8 @@ class BwdSm90(_Scores):
 
 
 _JOB_BYTES = 96  # of attn/key_tile.cuh and of bwd_dq_sm90: sizeof(Job)
-_DS_STAGES, _FACTOR_BYTES = 2, 32 + 32  # of bwd_sm90: its kDsStages, and sizeof(Dropout) and sizeof(Factors)
+_DS_STAGES, _CONSUMERS = 2, 2  # of bwd_sm90
+_FACTOR_BYTES = 32 + 32  # of bwd_sm90: sizeof(Dropout) and sizeof(Factors)
 _BIAS_STAGES, _BIAS_BYTES = 2, 2**14  # its kBiasStages and sizeof(BiasTile); beside each two barriers
 
 

@@ -116,6 +116,7 @@ STRUCTS: dict[str, Fields] = {
         ("delta_out", TENSOR),
         ("stats", "P"),
         ("dq_accum", "P"),
+        ("turns", "P"),
         ("dout_rounded", "P"),
         ("sink", "P"),
         ("dsink_parts", "P"),
@@ -147,6 +148,7 @@ STRUCTS: dict[str, Fields] = {
         ("dv", TENSOR),
         ("stats", "P"),
         ("dq_accum", "P"),
+        ("turns", "P"),
     ),
     "BwdBiasParams": (
         ("problem", PROBLEM),

@@ -40,6 +40,7 @@ from .device import Device
 MAX_HEAD_DIM = HEAD_DIMS[-1]
 MAX_LENGTH = 2**30 - 1  # rows of one sequence axis: kernels keep row numbers and distances in 32 bits
 ROW_PAD = 128  # kRowPad of attn/sequence.cuh: rows of per-row workspaces, a sequence
+TURN_ROWS = 16  # kWarpRows of tile/warpgroup.cuh: rows of dq that a warp adds at once
 LARGEST_OPTION = 2.0**100  # of a scale, a softcap and its inverse
 MAX_BLOCKS = 2**31 - 1  # of a one-dimensional grid
 _CPU = "the NumPy backend does this"
@@ -111,6 +112,11 @@ class BackwardPlan(NamedTuple):
         """Whether dq is summed in the workspace, block by block, and brought home by `finish`."""
         is_alone = isinstance(self.main.constants, BwdSm90) and self.main.constants.is_alone
         return self.dq is None and not is_alone
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether blocks sum dq in order."""
+        return isinstance(self.main.constants, BwdSm90) and self.main.constants.is_ordered
 
     def __str__(self) -> str:
         return "\n".join(str(plan) for plan in self if plan is not None)
@@ -247,8 +253,6 @@ def why_not_bwd_sm90(spec: Spec) -> str | None:
     features, dim, largest = spec.features, max(spec.head_dim, spec.head_dim_v), max(tiles.BWD_SM90)
     if dim > largest and (features.softcap or features.alibi or features.bias or features.dropout):
         return f"above head dims of {largest} it has no softcap, ALiBi, bias or dropout"
-    if dim <= min(tiles.BWD_SM90) and features.softcap and features.bias and features.dropout:
-        return "its registers hold no softcap, bias and dropout together in the tile of head dims up to 64"
     return why_not_sm90(spec)
 
 
@@ -274,25 +278,20 @@ def legal_gradients(spec: Spec, device: Device) -> Iterator[Gradients]:
 
 
 def _sm90_gradients(spec: Spec, device: Device) -> Iterator[Gradients]:
-    """One kernel, or two where dq's sums are to be in order, or have no room beside those of dk and dv."""
+    """One kernel, or two where dq's sums have no room beside those of dk and dv."""
     gradients = _gradients(spec)
     note = "; dbias is bwd_dbias_generic's" if spec.features.bias else ""
     dim, dim_v = (next(n for n in SM90_HEAD_DIMS if real <= n) for real in (spec.head_dim, spec.head_dim_v))
     wider = max(dim, dim_v)
     own, both = {"head_dim": dim, "head_dim_v": dim_v}, {"head_dim": wider, "head_dim_v": wider}
     is_alone = spec.size_class == "short" and not spec.packed  # of packed sequences nobody knows the lengths
-    if wider in tiles.BWD_SM90 and (is_alone or not spec.deterministic):
-        switches: dict[str, Any] = {"makes_dq": True, "is_alone": is_alone}
+    if wider in tiles.BWD_SM90:
+        switches: dict[str, Any] = {"is_alone": is_alone, "is_ordered": spec.deterministic and not is_alone}
         for main in _fitting(BwdSm90, tiles.BWD_SM90[wider], spec, device, note, **switches, **both, **gradients):
             yield main, None
         return
-    rows = tiles.DKV_SM90[wider]
-    if wider in tiles.BWD_SM90:
-        mains = _fitting(BwdSm90, rows, spec, device, note, makes_dq=False, is_alone=False, **both, **gradients)
-    else:
-        mains = _fitting(BwdDkvSm90, rows, spec, device, **own, **gradients)
     dq = _first(_fitting(BwdDqSm90, tiles.DQ_SM90[wider], spec, device, **own, **gradients), spec, device)
-    for main in mains:
+    for main in _fitting(BwdDkvSm90, tiles.DKV_SM90[wider], spec, device, **own, **gradients):
         yield main, dq
 
 
@@ -315,9 +314,8 @@ def _is_whole(c: Any) -> bool:
     if isinstance(c, BwdSm90):
         # dq's parts: of the query rows, or of the columns
         is_halved = c.query_tile * c.head_dim == 2 * SM90_ROWS * SM90_PANEL
-        warps = 16 if c.makes_dq else 12
-        fits = c.key_tile == 2 * SM90_ROWS and (is_halved if c.makes_dq else c.query_tile in (64, 128))
-        return fits and c.stages > 1 and c.warps == warps  # one tile is done only after the next one has come
+        fits = c.key_tile == 2 * SM90_ROWS and is_halved
+        return fits and c.stages > 1 and c.warps == 16  # one tile is done only after the next one has come
     columns = 16 if ITEM_BYTES[c.element] == 2 else 8
     if c.query_tile % 16 or c.key_tile % 16 or ROW_PAD % c.query_tile:
         return False

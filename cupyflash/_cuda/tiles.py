@@ -146,21 +146,13 @@ BWD_SM90: dict[int, list[Sm90BwdTile]] = {
     64: [Sm90BwdTile(128, 128, 2, 16)],  # 1.03, 1.08
     128: [Sm90BwdTile(64, 128, 2, 16)],  # 0.94, 1.03
 }
-# The same for dk and dv alone, of bwd_sm90 and above D 128 of bwd_dkv_sm90, beside a kernel for dq.
+# The same for dk and dv alone, of bwd_dkv_sm90, beside a kernel for dq.
 DKV_SM90: dict[int, list[Sm90BwdTile]] = {
-    64: [Sm90BwdTile(128, 128, 2, 12)],  # 0.94, -; 64 query rows 0.88
-    128: [Sm90BwdTile(64, 128, 3, 12)],  # 0.90, 0.88
     192: [Sm90BwdTile(64, 64, 2, 12)],  # -, 1.27; with Dv 128 -, 0.87
     256: [Sm90BwdTile(64, 64, 2, 12)],  # 1.25, 1.17
 }
 # And for dq alone, of bwd_dq_sm90; beside a row the speed of other tiles over its own.
 DQ_SM90: dict[int, list[Sm90DqTile]] = {
-    64: [Sm90DqTile(128, 128, 2, 2, 12, Room.RAW), Sm90DqTile(128, 80, 2, 2, 12)],  # 112 keys 0.98
-    128: [  # 96 keys 0.97, 80 keys 0.95
-        Sm90DqTile(128, 112, 2, 2, 12, Room.RAW),
-        Sm90DqTile(128, 80, 2, 2, 12, Room.MORE),
-        Sm90DqTile(128, 64, 2, 2, 12),
-    ],
     192: [Sm90DqTile(128, 80, 2, 2, 12, Room.ONE), Sm90DqTile(128, 64, 2, 2, 12)],  # 64 keys 0.99
     256: [Sm90DqTile(128, 64, 2, 1, 12, Room.ONE)],  # 48 keys with two places for v 0.83
 }
@@ -253,6 +245,7 @@ DBIAS: dict[int, dict[int, list[DbiasTile]]] = {
 _BOOKKEEPING = "fragments fill all 255 registers; some addresses and bounds are reloaded once a tile"
 _WIDE_ROWS = "a warp's output rows alone take half the registers or more"
 _WIDE_DOUBLES = "a warp's rows of 256 doubles exceed a lane's registers: correct, and slow"
+_ROLES = "a warpgroup has little more than its accumulators; some addresses and factors wait on the stack"
 _ADDRESSES = "addresses of three strided arrays, in a kernel that waits for memory"
 # Register spills that are known and accepted: (constants, element, larger head-dim tile) -> (bytes, reason), the
 # largest of any architecture and feature under NVRTC 12.9. The 16-bit types share a figure.
@@ -281,9 +274,14 @@ SPILLS: dict[tuple[str, str, int], tuple[int, str]] = {
     ("BwdGeneric", "float32", 192): (48, _BOOKKEEPING),
     ("BwdGeneric", "float32", 256): (160, _BOOKKEEPING),
     ("BwdGeneric", "float64", 256): (2528, _WIDE_DOUBLES),
-    ("BwdSm90 alone", "16-bit", 64): (80, _BOOKKEEPING),
-    ("BwdSm90 without dq", "16-bit", 64): (128, _BOOKKEEPING),
-    ("BwdSm90 without dq", "16-bit", 128): (16, _BOOKKEEPING),
+    ("BwdSm90", "16-bit", 64): (20, _ROLES),
+    ("BwdSm90", "16-bit", 128): (4, _ROLES),
+    ("BwdSm90 alone", "16-bit", 64): (24, _ROLES),
+    ("BwdSm90 alone", "16-bit", 128): (68, _ROLES),
+    ("BwdSm90 of changed scores", "16-bit", 64): (272, _ROLES),
+    ("BwdSm90 of changed scores", "16-bit", 128): (176, _ROLES),
+    ("BwdSm90 alone of changed scores", "16-bit", 64): (272, _ROLES),
+    ("BwdSm90 alone of changed scores", "16-bit", 128): (248, _ROLES),
     ("BwdDqSm90", "16-bit", 256): (20, _BOOKKEEPING),
     ("BwdDqGeneric", "16-bit", 32): (192, _BOOKKEEPING),
     ("BwdDqGeneric", "float32", 96): (32, _BOOKKEEPING),

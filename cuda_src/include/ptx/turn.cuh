@@ -1,0 +1,22 @@
+// Turns that blocks take through a counter in global memory: whoever has done its part, by bulk copies too, adds to it.
+#pragma once
+#include "types.cuh"
+
+namespace cf::ptx {
+
+// Returns once `counter` is `turn`; bulk copies issued behind it see what others did before they passed theirs on.
+__device__ __forceinline__ void await_turn(const int* counter, int turn) {
+  int now;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+  } while (now != turn);
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+// Once this thread's bulk copies are done.
+__device__ __forceinline__ void pass_turn(int* counter) {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+}  // namespace cf::ptx
