@@ -122,7 +122,7 @@ def _calls(options: dict[str, Any], arrays: dict[str, Any], case: Case, dout: An
         return Calls(forward)
     saved = {"out": out, "lse": lse, "dout": dout}
     if out.is_cuda:
-        wide = {name: x.float() for name, x in arrays.items()} | {"dout": dout.float()}
+        wide = {name: x.float() if torch.is_tensor(x) else x for name, x in arrays.items()} | {"dout": dout.float()}
         exactly = attention.replace(grad_dtype=None)
         wide_out, wide_lse = exactly.fwd(**{name: wide[name] for name in arrays})
         exact = exactly.bwd(**wide, out=wide_out, lse=wide_lse)

@@ -12,8 +12,8 @@
 //   at the end:  dv, scale dk              (bwd_finish brings scale dq home)
 //
 // s and dp take turns in one fragment and p lives on as 16 bits, which leaves registers for dq's warpgroup. So consumers wait neither for dq
-// nor for each other, but for one thing: exponentials of the one run beside products of the other. kIsAlone: there is one key tile; then a
-// block's dq is all of it, and stored.
+// nor for each other, but for one thing, where they alternate: exponentials of the one run beside products of the other. kIsAlone: there is
+// one key tile; then a block's dq is all of it, and stored.
 // Shared    k, v [kKeyTile, kHeadDim] for the whole block; q, dout [kStages][kQueryTile, kHeadDim]; ds [kDsStages][kQueryTile, kKeyTile]:
 //           all in panels of 64 columns, swizzled; dq of each warp in fragment order; two pieces of 16 KiB of the bias.
 // Barriers  of attn/key_tile.cuh. Of a place of ds, full: every consumer's warp; empty: every warp of dq's. weighed, of a consumer: each of its
@@ -33,6 +33,8 @@ constexpr int kDqGroup = 1 + kConsumers;  // behind the producers' and the consu
 static_assert(kThreads == kGroup * (1 + kDqGroup));
 constexpr int kProducerRegisters = 32, kConsumerRegisters = 208, kDqRegisters = 64;  // 32 + 2 x 208 + 64: what the launch gave, 4 x 128
 
+// Not where a tile's bias is more pieces than their ring holds: a piece makes room once both have read it.
+constexpr bool kAlternates = !kHasBias || kQueryTile <= kBiasStages * BiasTile::kRows;
 constexpr int kDsStages = 2;
 constexpr int kGroupWarps = kGroup / kWarpSize;
 // dq's parts, one after the other through the same registers: of the query rows, or panels of columns.
@@ -157,7 +159,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     Kept kept;
     if constexpr (kHasDropout) kept = draw(smem.dropout, head, key, query);
     const Columns lse(statistics.lse);
-    ptx::mbarrier_wait(smem.weighed[1 - consumer], other_parity);
+    if (kAlternates) ptx::mbarrier_wait(smem.weighed[1 - consumer], other_parity);
     other_parity ^= 1;
     ptx::wgmma_wait<0>();
     ptx::pin(registers(s));
@@ -184,7 +186,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     ptx::wgmma_fence();
     multiply_scores<kHeadDim, kPreloadsDelta>(dp, v_rows, ptx::advance(dout, stage_bytes));
     ptx::wgmma_commit();
-    if (warp::lane() == 0) ptx::mbarrier_arrive(smem.weighed[consumer]);
+    if (kAlternates && warp::lane() == 0) ptx::mbarrier_arrive(smem.weighed[consumer]);
     ptx::wgmma_wait<0>();
     ptx::pin(registers(dv));
     ptx::pin(registers(dp));

@@ -141,15 +141,15 @@ FWD_SM90_SMALL: dict[int, list[Sm90Tile]] = {
     256: [Sm90Tile(128, 64, 1, 2, 12, Room.ONE)],
 }
 # The same for bwd_sm90. Beside a row: cuDNN's time over ours (H200, CUDA 13.0, 2026-11-30, N = 4,096), full and causal,
-# of the stored runs. Of two kernels up to D 128, and of other tiles: in single runs while one was chosen.
+# of the stored runs; of other tiles in single runs while one was chosen.
 BWD_SM90: dict[int, list[Sm90BwdTile]] = {
-    64: [Sm90BwdTile(128, 128, 2, 16)],  # 1.03, 1.08
-    128: [Sm90BwdTile(64, 128, 2, 16)],  # 0.94, 1.03
+    64: [Sm90BwdTile(128, 128, 2, 16)],  # 1.24, 1.29
+    128: [Sm90BwdTile(64, 128, 2, 16)],  # 1.08, 1.10; three stages the same
 }
 # The same for dk and dv alone, of bwd_dkv_sm90, beside a kernel for dq.
 DKV_SM90: dict[int, list[Sm90BwdTile]] = {
-    192: [Sm90BwdTile(64, 64, 2, 12)],  # -, 1.27; with Dv 128 -, 0.87
-    256: [Sm90BwdTile(64, 64, 2, 12)],  # 1.25, 1.17
+    192: [Sm90BwdTile(64, 64, 2, 12)],  # -, 1.30; with Dv 128 -, 0.92
+    256: [Sm90BwdTile(64, 64, 2, 12)],  # 1.26, 1.18
 }
 # And for dq alone, of bwd_dq_sm90; beside a row the speed of other tiles over its own.
 DQ_SM90: dict[int, list[Sm90DqTile]] = {
