@@ -122,10 +122,10 @@ def _calls(options: dict[str, Any], arrays: dict[str, Any], case: Case, dout: An
         return Calls(forward)
     saved = {"out": out, "lse": lse, "dout": dout}
     if out.is_cuda:
-        wide = {name: x.float() if torch.is_tensor(x) else x for name, x in arrays.items()} | {"dout": dout.float()}
+        wide: dict[str, Any] = {name: x.float() if torch.is_tensor(x) else x for name, x in arrays.items()}
         exactly = attention.replace(grad_dtype=None)
-        wide_out, wide_lse = exactly.fwd(**{name: wide[name] for name in arrays})
-        exact = exactly.bwd(**wide, out=wide_out, lse=wide_lse)
+        wide_out, wide_lse = exactly.fwd(**wide)
+        exact = exactly.bwd(**wide, out=wide_out, lse=wide_lse, dout=dout.float())
         both = (attention.bwd(**arrays, **saved, plan=plan) for plan in (None, "bwd_generic"))
         for mine, other, reference in zip(*both, exact, strict=True):
             error, usual = ((x.float() - reference).abs().max() for x in (mine, other))

@@ -1,7 +1,7 @@
 // Per query row, before the backward: D = rowsum(dout * out) - dlse, and what the main kernel wants beside it.
 //
 // kGroup lanes share one row of one head, kVector columns each at a time. Writes (lse log2(e), D), zeroes the rows' dq accumulator
-// and turns, rounds dout to q's type where it came wider, and sums the block's share of dsink = -sum exp(sink - lse) D in a fixed order
+// and all turns, rounds dout to q's type where it came wider, and sums the block's share of dsink = -sum exp(sink - lse) D in a fixed order
 // (contract, Backward). An empty row (lse -inf) gets (+inf, 0): P = exp2(x - inf) is then exactly 0, and its dout is not used.
 #include "attn/gradient.cuh"
 #include "tile/shared.cuh"
@@ -100,7 +100,11 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) bwd_preprocess(const 
     Chunk* accum = static_cast<Chunk*>(params.dq_accum) + padded_begin * params.accum_cols / kChunk;
     for (int i = threadIdx.x; i < rows * params.accum_cols / kChunk; i += kThreads) accum[i] = Chunk{};
   }
-  if (params.turns && !seq.is_slack && threadIdx.x < rows / 16) static_cast<int*>(params.turns)[padded_begin / 16 + threadIdx.x] = 0;
+  if (params.turns) {  // whatever rows the sequences cover: a main kernel would wait for ever for a turn that nobody has zeroed
+    const int64 turns = problem.heads_q * attn::padded_rows(problem) / 16;
+    for (int64 i = static_cast<int64>(blockIdx.x) * kThreads + threadIdx.x; i < turns; i += static_cast<int64>(gridDim.x) * kThreads)
+      static_cast<int*>(params.turns)[i] = 0;
+  }
   if (params.dsink_parts) {
     __shared__ Accum parts[kThreads / kGroup];
     if (is_lead) parts[threadIdx.x / kGroup] = dsink;

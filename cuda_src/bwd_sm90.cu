@@ -258,6 +258,7 @@ struct Adder {
       ptx::bulk_reduce_add(static_cast<float*>(params.dq_accum) + rows * kHeadDim + place * kDqFloats, stage, kDqFloats * 4);
       ptx::tma_commit();
     }
+    __syncwarp();  // the next product is the whole warp's
   }
   __device__ __forceinline__ void finish() {
     if (warp::lane() != 0) return;

@@ -600,6 +600,30 @@ def test_a_refusal_names_the_function_and_the_argument(gpu: CupyBackend, name: s
         cf.attn_fwd(q, q, v)
 
 
+GARBAGE_OFFSETS = """
+import cupy, numpy as np
+import cupyflash as cf
+q = cupy.asarray(np.random.default_rng().standard_normal((1024, 2, {dim})), np.float16)
+for garbage in ([0, 1024, 0, 1024], [900, 100, 800, 0], [-5, 1024, 1024, 5000]):
+    offsets = cupy.asarray(garbage, np.int32)
+    attention = cf.Attention(layout="thd", causal=True, deterministic=True)
+    given = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    saved = attention.fwd(q, q, q, **given)
+    size = attention.workspace_size(q, q, q, backward=True, out=saved.out, dout=q, **given)
+    attention.bwd(q, q, q, *saved, q, workspace=cupy.full(size, 255, np.uint8), **given)
+    cupy.cuda.get_current_stream().synchronize()
+print("ended")
+"""
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192])
+def test_a_call_with_garbage_offsets_ends(dim: int) -> None:
+    """Blocks of overlapping sequences do not wait for each other for ever; in a process that one can end."""
+    code = GARBAGE_OFFSETS.format(dim=dim)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "ended"
+
+
 FIRST_CALL = """
 import time
 import cupy, numpy as np

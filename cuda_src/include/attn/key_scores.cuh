@@ -97,7 +97,8 @@ struct BiasReader<false> {
 };
 
 // P of a tile, rounded: `p` of what dv is made of, and what ds is dp - D times, P or P dx/ds. A lane holds one of the two alone where they
-// are the same, as there is no room for P as it was: ds gains an error of the size that its own rounding has.
+// are the same, as there is no room for P as it was: ds gains an error of the size that its own rounding has, and in float16 more where P is
+// below 2^-14.
 struct Weights {
   static constexpr bool kAreApart = kHasSoftcap || kHasDropout;
   Packed p, apart;

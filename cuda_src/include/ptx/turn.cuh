@@ -4,12 +4,13 @@
 
 namespace cf::ptx {
 
-// Returns once `counter` is `turn`; bulk copies issued behind it see what others did before they passed theirs on.
+// Returns once `turn` others have passed theirs on, or more where sequences overlap, which only garbage offsets do; bulk copies issued behind
+// it see what those did before.
 __device__ __forceinline__ void await_turn(const int* counter, int turn) {
   int now;
   do {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-  } while (now != turn);
+  } while (now < turn);
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 // Once this thread's bulk copies are done.
