@@ -2,15 +2,18 @@
 //
 //   loader, one thread:      copies k and v once, then q and dout tile by tile into a ring of stages
 //   statistician, one warp:  lse and D of the tile's rows, and what is special about them
+//   two more warps:          the bias, if there is one, piece by piece into a ring of its own
 //   for each query head of the group, for each query tile that sees the keys:
-//     consumer 0:  s^T = k q^T             p^T = exp(x^T - lse), which consumer 1 gets too         dv += p^T dout
-//     consumer 1:  dp^T - D = v dout^T - D           ds^T = p^T (dp^T - D)                         dk += ds^T q
+//     consumer 0:  s^T = k q^T             p^T = exp(x^T - lse), p^T dx/ds for consumer 1          dv += p^T dout
+//     consumer 1:  dp^T - D = v dout^T - D           ds^T = p^T (dp^T - D) dx/ds                   dk += ds^T q
 //   each asks for the next tile's first product before it waits for this tile's last one
 //   at the end:  dv, scale dk
 //
 // An accumulator of 64 x 256 fills half of a consumer's registers: so each has one of the two. bwd_dq_sm90 makes dq.
-// Shared    k, v for the whole block; q, dout [kStages]: all in panels of 64 columns, swizzled; p [kPlaces] as its lanes have it.
-// Barriers  of attn/key_tile.cuh. Of each place of p, full: every thread of consumer 0, empty: of consumer 1.
+// Shared    k, v for the whole block; q, dout [kStages]: all in panels of 64 columns, swizzled; p [kPlaces] as its lanes have it; two pieces
+//           of the bias, of 8 KiB.
+// Barriers  of attn/key_tile.cuh. Of each place of p, full: every thread of consumer 0, empty: of consumer 1. Of a piece
+//           of the bias, full: all who load it; empty: every thread of consumer 0.
 // Order     dk and dv: fixed, head by head and tile by tile.
 #include "attn/key_scores.cuh"
 
@@ -18,15 +21,16 @@ namespace cf {
 
 static_assert(kKeyTile == kRows && kThreads == kGroup + kConsumerThreads);
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // 128 x 40 + 256 x 232: what the launch gave
-static_assert(!kHasSoftcap && !kHasAlibi && !kHasBias && !kHasDropout, "those are bwd_generic's");
 constexpr int kPlaces = 2;
 using Passage = uint4[kQueryTile / 16][kGroup];
 
 struct alignas(1024) Smem {  // a swizzle repeats every 1024 bytes
   Tiles tiles;
   Passage p[kPlaces];
+  BiasRing<kHasBias> bias;
   Control control;
   ptx::Barrier p_full[kPlaces], p_empty[kPlaces];
+  attn::Dropout dropout;  // of head 0
 };
 static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
 
@@ -44,11 +48,12 @@ __device__ __forceinline__ void make_dv(Smem& smem, const BwdSm90Params& params)
   Control& control = smem.control;
   const Job& job = control.job;
   const int thread = threadIdx.x % kGroup;
-  const int key = warp::uniform(job.key_begin + thread / kWarpSize * kWarpRows);
+  const attn::Sequence& seq = job.sequence;
+  const int key_row = warp::uniform(thread / kWarpSize) * kWarpRows, key = warp::uniform(job.key_begin) + key_row;
   Exponents exponents(params.scores);
   exponents.unit = ptx::settled(exponents.unit);
-  BiasRing<false> no_bias;
-  BiasReader<false> bias(no_bias);
+  exponents.softcap_scale = ptx::settled(exponents.softcap_scale);
+  BiasReader<kHasBias> bias(smem.bias);
   const attn::Band<kIsMasked> band = job.band.uniform();
   const Walk walk = job.walk.uniform();
   const uint64 k = ptx::descriptor(ptx::shared_address(smem.tiles.k), 16), q = ptx::descriptor(ptx::shared_address(smem.tiles.q), 16);
@@ -81,22 +86,26 @@ __device__ __forceinline__ void make_dv(Smem& smem, const BwdSm90Params& params)
     const Statistics& statistics = control.statistics[stage];
     const bool has_hidden = !band.is_full(query, kQueryTile, key, kWarpRows);
     const bool has_coarse = warp::uniform(statistics.has_coarse);
+    const int lane = ptx::settled(warp::lane());  // as in `hide`
+    const Exponents::Side side(statistics.slope, query + seq.shift - key, lane);
+    Kept kept;
+    if constexpr (kHasDropout) kept = draw(smem.dropout, head, key, query);
     const Columns lse(statistics.lse);
     ptx::wgmma_wait<0>();
     ptx::pin(registers(s));
     ptx::mbarrier_arrive(control.q_empty[stage]);
-    weigh(s, weights, exponents, Exponents::Side(0, 0, 0), bias, Kept(), 0, 0, lse, has_coarse, [](int) {});
+    weigh(s, weights, exponents, side, bias, kept, key_row, lane, lse, has_coarse, [](int) {});
     if (has_hidden) weights.hide(job.band, key, query);
-    const Packed& p = weights.p;
+    const Packed& passed = weights.of_ds();
     ptx::mbarrier_wait(smem.p_empty[at.place.stage], at.place.parity ^ 1);
 #pragma unroll
     for (int step = 0; step < kQueryTile / 16; ++step)
-      smem.p[at.place.stage][step][thread] = uint4{p[step][0], p[step][1], p[step][2], p[step][3]};
+      smem.p[at.place.stage][step][thread] = uint4{passed[step][0], passed[step][1], passed[step][2], passed[step][3]};
     ptx::mbarrier_arrive(smem.p_full[at.place.stage]);
     ptx::mbarrier_wait(control.dout_full[stage], at.now.parity);
     ptx::pin(registers(dv));
     ptx::wgmma_fence();
-    multiply_queries<kHeadDimV>(dv, p, ptx::advance(dout, stage * kDoutBytes));
+    multiply_queries<kHeadDimV>(dv, weights.p, ptx::advance(dout, stage * kDoutBytes));
     ptx::wgmma_commit();
     if (!walk.is_last(head, query)) await_scores();
     issue_scores();
@@ -106,6 +115,7 @@ __device__ __forceinline__ void make_dv(Smem& smem, const BwdSm90Params& params)
     at.advance();
   });
   ptx::wgmma_wait<0>();
+  if (kHasDropout) scale(dv, static_cast<float>(params.scores.keep_scale));
   store_gradient(params.dv, job, key, params.problem.head_dim_v, dv);
 }
 
@@ -129,11 +139,13 @@ __device__ __forceinline__ void make_dk(Smem& smem, const BwdSm90Params& params)
     ptx::mbarrier_wait(control.dout_full[at.next.stage], at.next.parity);
   };
   const auto issue_gradient = [&] {  // as in make_dv
+    if constexpr (kPreloadsDelta) {
 #pragma unroll
-    for (int step = 0; step < kQueryTile / 16; ++step) begin_with(dp, step, control.statistics[at.next.stage].minus_delta);
+      for (int step = 0; step < kQueryTile / 16; ++step) begin_with(dp, step, control.statistics[at.next.stage].minus_delta);
+    }
     ptx::pin(registers(dp));
     ptx::wgmma_fence();
-    multiply_scores<kHeadDimV, true>(dp, ptx::advance(v, ptx::settled(0)), ptx::advance(dout, at.next.stage * kDoutBytes));
+    multiply_scores<kHeadDimV, kPreloadsDelta>(dp, ptx::advance(v, ptx::settled(0)), ptx::advance(dout, at.next.stage * kDoutBytes));
     ptx::wgmma_commit();
     at.next.advance();
   };
@@ -145,19 +157,25 @@ __device__ __forceinline__ void make_dk(Smem& smem, const BwdSm90Params& params)
   walk.for_each([&](int head, int query) {
     const int stage = at.now.stage;
     const bool has_hidden = !band.is_full(query, kQueryTile, key, kWarpRows);
+    Kept kept;
+    if constexpr (kHasDropout) kept = draw(smem.dropout, head, key, query);
     ptx::wgmma_wait<0>();
     ptx::pin(registers(dp));
     if (thread == 0) ptx::mbarrier_arrive(control.dout_empty[stage]);
     ptx::mbarrier_wait(smem.p_full[at.place.stage], at.place.parity);
     Weights weights;
-    Packed& ds = weights.p;
+    Packed& ds = weights.of_ds();
 #pragma unroll
     for (int step = 0; step < kQueryTile / 16; ++step) {
       const uint4 pairs = smem.p[at.place.stage][step][thread];
       ds[step][0] = pairs.x, ds[step][1] = pairs.y, ds[step][2] = pairs.z, ds[step][3] = pairs.w;
     }
     ptx::mbarrier_arrive(smem.p_empty[at.place.stage]);
-    if (has_hidden) hide_gradient(dp, weights, 0, kQueryTile / 8);
+    if constexpr (kHasDropout) {
+      const float keep_scale = static_cast<float>(params.scores.keep_scale);
+      drop(dp, kept, keep_scale, control.statistics[stage].minus_delta + warp::fragment_col(0), 0, kQueryTile / 8);
+    }
+    if (kHasBias || has_hidden) hide_gradient(dp, weights, 0, kQueryTile / 8);  // of a bias, -inf hides
 #pragma unroll
     for (int step = 0; step < kQueryTile / 16; ++step) {
 #pragma unroll
@@ -192,18 +210,21 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_dkv_sm90(const
   const attn::Work work = attn::find_work<false, kKeyTile>(params.problem, blockIdx.x);
   if (work.tile < 0) return;
   if (threadIdx.x == 0) {
+    smem.bias.init(kGroup);
 #pragma unroll
     for (int place = 0; place < kPlaces; ++place) {
       ptx::mbarrier_init(smem.p_full[place], kGroup);
       ptx::mbarrier_init(smem.p_empty[place], kGroup);
     }
     prepare_block(smem.control, params.problem, work);
+    if constexpr (kHasDropout) smem.dropout = attn::Dropout(params.scores, params.problem, work.sequence, 0);
   }
   __syncthreads();
   const int group = warp::uniform(threadIdx.x / kGroup);
   if (group == 0) {
     ptx::give_registers<kProducerRegisters>();
     produce(smem.tiles, smem.control, params);
+    if (threadIdx.x >= 2 * kWarpSize) load_bias(smem.bias, smem.control.job, params.scores, threadIdx.x - 2 * kWarpSize);
   } else {
     ptx::take_registers<kConsumerRegisters>();
     if (group == 1) make_dv(smem, params);

@@ -15,7 +15,7 @@
 // nor for each other, but for one thing, where they alternate: exponentials of the one run beside products of the other. kIsAlone: there is
 // one key tile; then a block's dq is all of it, and stored.
 // Shared    k, v [kKeyTile, kHeadDim] for the whole block; q, dout [kStages][kQueryTile, kHeadDim]; ds [kDsStages][kQueryTile, kKeyTile]:
-//           all in panels of 64 columns, swizzled; dq of each warp in fragment order; two pieces of 16 KiB of the bias.
+//           all in panels of 64 columns, swizzled; dq of each warp in fragment order; two pieces of the bias, of 16 KiB.
 // Barriers  of attn/key_tile.cuh. Of a place of ds, full: every consumer's warp; empty: every warp of dq's. weighed, of a consumer: each of its
 //           warps, once the products behind its exponentials are issued. Of a piece of the bias, full: all who load it; empty: every
 //           consumer's thread. Named, of both consumers: keys have been zeroed.
@@ -340,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __g
   const attn::Work work = attn::find_work<false, kKeyTile>(params.problem, blockIdx.x);
   if (work.tile < 0) return;
   if (threadIdx.x == 0) {
-    smem.bias.init();
+    smem.bias.init(kConsumerThreads);
 #pragma unroll
     for (int place = 0; place < kDsStages; ++place) {
       ptx::mbarrier_init(smem.ds_full[place], kConsumerThreads / kWarpSize);

@@ -175,10 +175,12 @@ def hopper_backwards_of_changed_scores(device: Device, *, are_all: bool) -> dict
     switches = "softcap", "alibi", "dropout"
     biases = (None, "bfloat16", "float32", "float64", "float16") if are_all else (None, "bfloat16", "float32")
     ways: tuple[dict[str, Any], ...] = ({}, {"deterministic": True}, {"size_class": "short"})
-    for dim, bias, *on in itertools.product((64, 128), biases, *((False, True),) * len(switches)):
+    for dim, bias, *on in itertools.product((64, 128, 192, 256), biases, *((False, True),) * len(switches)):
         features = Features(bias=bias is not None, **dict(zip(switches, on, strict=True)))
         changes: dict[str, Any] = {"mask": Mask.BAND, "bias_dtype": bias, "dbias_dtype": bias}
         is_few = sum(on) + (bias is not None) in (1, 4)
+        if dim > 128 and not is_few and not are_all:
+            continue
         for way in ways if are_all else ways[: 2 if is_few else 1]:
             for plan in plan_backward(spec("bfloat16", dim, features=features, **changes, **way), device)[1:3]:
                 if plan is not None and plan.target == "sm_90a":

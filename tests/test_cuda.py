@@ -512,7 +512,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
 DTYPES_OF_BIAS = ((BF16, "bfloat16"), (np.float16, "float16"), (BF16, "float32"), (np.float16, "float64"))
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize(
     ("length", "causal", "deterministic"), [(300, True, False), (300, True, True), (128, False, False)]
 )
@@ -553,7 +553,7 @@ def test_changes_of_scores_reach_every_gradient(
     testing.check_backward(gradients, q, k, v, dout, out=out, lse=lse, **options)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("bias_dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("where", ["(N, 1)", "(1, N)", "transposed", "every second", "odd"])
 def test_a_bias_of_any_strides_reaches_the_backward(

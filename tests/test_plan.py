@@ -235,7 +235,7 @@ def test_hopper_has_its_own_backward(changes: dict[str, Any], dtype: str, dims: 
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dims", [(40, 40), (64, 64), (96, 96), (128, 128), (64, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(40, 40), (64, 64), (96, 96), (128, 128), (64, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize(
     "features",
     [
@@ -255,15 +255,16 @@ def test_hopper_changes_scores_in_its_own_backward(
     bias = "bfloat16" if features.bias else None
     asked = spec("bfloat16", *dims, features=features, bias_dtype=bias, dbias_dtype=bias, deterministic=deterministic)
     plan = plan_backward(asked, KNOWN[90])
-    assert plan.main.kernel == "bwd_sm90" and plan.main.constants.has_dropout == features.dropout
-    assert plan.dq is None and plan.takes_turns == deterministic
+    assert plan.main.constants.has_dropout == features.dropout
+    if max(dims) <= 128:
+        assert plan.main.kernel == "bwd_sm90" and plan.dq is None and plan.takes_turns == deterministic
+    else:
+        assert plan.main.kernel == "bwd_dkv_sm90" and plan.dq is not None and plan.dq.kernel == "bwd_dq_sm90"
 
 
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (spec(dim=136, features=Features(softcap=True)), "above head dims of 128 it has no softcap"),
-        (spec(dim=64, dim_v=192, features=Features(dropout=True)), "above head dims of 128"),
         (spec("float32"), "not float32"),
         (spec(align=8), "aligned to 8 bytes"),
         (spec(has_boxes=False), "negative stride"),

@@ -148,7 +148,7 @@ class BwdSm90(_Scores):
         dq = 0 if self.is_alone else 4 * self.query_tile * self.head_dim
         barriers = 8 * (2 + 5 * self.stages + 2 * _DS_STAGES + _CONSUMERS)
         statistics = self.stages * _statistics_bytes(self.query_tile)
-        bias = _BIAS_STAGES * (_BIAS_BYTES + 16) if self.has_bias else 0
+        bias = _bias_bytes(self.key_tile) if self.has_bias else 0
         total = 2 * (keys + self.stages * stage + ds) + dq + bias + statistics + _JOB_BYTES + barriers + _FACTOR_BYTES
         return -(-total // 1024) * 1024
 
@@ -156,7 +156,11 @@ class BwdSm90(_Scores):
 _JOB_BYTES = 96  # of attn/key_tile.cuh and of bwd_dq_sm90: sizeof(Job)
 _DS_STAGES, _CONSUMERS = 2, 2  # of bwd_sm90
 _FACTOR_BYTES = 32 + 32  # of bwd_sm90: sizeof(Dropout) and sizeof(Factors)
-_BIAS_STAGES, _BIAS_BYTES = 2, 2**14  # its kBiasStages and sizeof(BiasTile); beside each two barriers
+
+
+def _bias_bytes(key_tile: int) -> int:
+    """Of a BiasRing of attn/key_scores.cuh, but for its padding: two pieces, beside each two barriers."""
+    return 2 * (128 * key_tile + 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +176,8 @@ class BwdDkvSm90(_Scores):
         tiles = (self.key_tile + self.stages * self.query_tile) * (self.head_dim + self.head_dim_v)
         p = _P_PLACES * self.query_tile * self.key_tile
         barriers = 8 * (2 + 5 * self.stages + 2 * _P_PLACES)
-        total = 2 * (tiles + p) + self.stages * _statistics_bytes(self.query_tile) + _JOB_BYTES + barriers
+        bias = _bias_bytes(self.key_tile) if self.has_bias else 0
+        total = 2 * (tiles + p) + self.stages * _statistics_bytes(self.query_tile) + _JOB_BYTES + barriers + bias + 32
         return -(-total // 1024) * 1024
 
 

@@ -248,14 +248,6 @@ def legal_forward(spec: Spec, device: Device) -> Iterator[Plan[Any]]:
     yield from _fitting(FwdGeneric, _rows(tiles.FWD, spec), spec, device, note, out_element=spec.out_dtype)
 
 
-def why_not_bwd_sm90(spec: Spec) -> str | None:
-    """What keeps a backward on Hopper from kernels of its own."""
-    features, dim, largest = spec.features, max(spec.head_dim, spec.head_dim_v), max(tiles.BWD_SM90)
-    if dim > largest and (features.softcap or features.alibi or features.bias or features.dropout):
-        return f"above head dims of {largest} it has no softcap, ALiBi, bias or dropout"
-    return why_not_sm90(spec)
-
-
 Gradients = tuple[Plan[Any], Plan[Any] | None]  # the main kernel, and dq's if it has one
 
 
@@ -263,7 +255,7 @@ def legal_gradients(spec: Spec, device: Device) -> Iterator[Gradients]:
     """Candidates of the kernels of dq, dk and dv, best first: Hopper's where they can serve, then generic ones."""
     note = ""
     if device.arch == 90:
-        why_not = why_not_bwd_sm90(spec)
+        why_not = why_not_sm90(spec)
         if why_not is None:
             yield from _sm90_gradients(spec, device)
         else:
@@ -290,8 +282,8 @@ def _sm90_gradients(spec: Spec, device: Device) -> Iterator[Gradients]:
         for main in _fitting(BwdSm90, tiles.BWD_SM90[wider], spec, device, note, **switches, **both, **gradients):
             yield main, None
         return
-    dq = _first(_fitting(BwdDqSm90, tiles.DQ_SM90[wider], spec, device, **own, **gradients), spec, device)
-    for main in _fitting(BwdDkvSm90, tiles.DKV_SM90[wider], spec, device, **own, **gradients):
+    dq = next(_fitting(BwdDqSm90, tiles.DQ_SM90[wider], spec, device, **own, **gradients), None)
+    for main in _fitting(BwdDkvSm90, tiles.DKV_SM90[wider], spec, device, note, **own, **gradients) if dq else ():
         yield main, dq
 
 

@@ -153,8 +153,16 @@ DKV_SM90: dict[int, list[Sm90BwdTile]] = {
 }
 # And for dq alone, of bwd_dq_sm90; beside a row the speed of other tiles over its own.
 DQ_SM90: dict[int, list[Sm90DqTile]] = {
-    192: [Sm90DqTile(128, 80, 2, 2, 12, Room.ONE), Sm90DqTile(128, 64, 2, 2, 12)],  # 64 keys 0.99
-    256: [Sm90DqTile(128, 64, 2, 1, 12, Room.ONE)],  # 48 keys with two places for v 0.83
+    192: [  # 64 keys 0.99
+        Sm90DqTile(128, 80, 2, 2, 12, Room.ONE),
+        Sm90DqTile(128, 64, 2, 2, 12, Room.ALIBI),
+        Sm90DqTile(128, 48, 2, 2, 12),
+    ],
+    256: [  # 48 keys with two places for v 0.83
+        Sm90DqTile(128, 64, 2, 1, 12, Room.ONE),
+        Sm90DqTile(128, 48, 2, 1, 12, Room.ALIBI),
+        Sm90DqTile(128, 32, 2, 1, 12),
+    ],
 }
 BWD: dict[int, dict[int, list[BwdTile]]] = {
     2: {
@@ -282,7 +290,7 @@ SPILLS: dict[tuple[str, str, int], tuple[int, str]] = {
     ("BwdSm90 of changed scores", "16-bit", 128): (176, _ROLES),
     ("BwdSm90 alone of changed scores", "16-bit", 64): (272, _ROLES),
     ("BwdSm90 alone of changed scores", "16-bit", 128): (248, _ROLES),
-    ("BwdDqSm90", "16-bit", 256): (20, _BOOKKEEPING),
+    ("BwdDqSm90", "16-bit", 256): (132, _BOOKKEEPING),
     ("BwdDqGeneric", "16-bit", 32): (192, _BOOKKEEPING),
     ("BwdDqGeneric", "float32", 96): (32, _BOOKKEEPING),
     ("BwdDqGeneric", "float32", 128): (48, _BOOKKEEPING),

@@ -6,9 +6,9 @@
 
 namespace cf::attn {
 
-// Some queries of one head, as many as 16 KiB hold.
+// Some queries of one head, 128 bytes of each key.
 template <class T, int kKeys>
-using BiasTile = tile::Shared<T, 16384 / (kKeys * static_cast<int>(sizeof(T))), kKeys>;
+using BiasTile = tile::Shared<T, 128 / static_cast<int>(sizeof(T)), kKeys>;
 
 // A tile whose first element is (query, key), by kThreads threads, in copies of kBytes. Other queries and keys than those of the sequence
 // become zeros, and are never read.

@@ -15,17 +15,17 @@ template <bool kIsThere>
 struct BiasRing {
   BiasTile tiles[kBiasStages];
   ptx::Barrier full[kBiasStages], empty[kBiasStages];
-  __device__ __forceinline__ void init() {
+  __device__ __forceinline__ void init(int readers) {
 #pragma unroll
     for (int stage = 0; stage < kBiasStages; ++stage) {
       ptx::mbarrier_init(full[stage], kBiasLoaders);
-      ptx::mbarrier_init(empty[stage], kConsumerThreads);
+      ptx::mbarrier_init(empty[stage], readers);
     }
   }
 };
 template <>
 struct BiasRing<false> {
-  __device__ __forceinline__ void init() {}
+  __device__ __forceinline__ void init(int) {}
 };
 
 // By the warps that are left, each thread its part.
