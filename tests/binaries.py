@@ -175,7 +175,8 @@ def hopper_backwards_of_changed_scores(device: Device, *, are_all: bool) -> dict
     switches = "softcap", "alibi", "dropout"
     biases = (None, "bfloat16", "float32", "float64", "float16") if are_all else (None, "bfloat16", "float32")
     ways: tuple[dict[str, Any], ...] = ({}, {"deterministic": True}, {"size_class": "short"})
-    for dim, bias, *on in itertools.product((64, 128, 192, 256), biases, *((False, True),) * len(switches)):
+    dims: tuple[Any, ...] = (64, 128, 192, 256)
+    for dim, bias, *on in itertools.product(dims, biases, *((False, True),) * len(switches)):
         features = Features(bias=bias is not None, **dict(zip(switches, on, strict=True)))
         changes: dict[str, Any] = {"mask": Mask.BAND, "bias_dtype": bias, "dbias_dtype": bias}
         is_few = sum(on) + (bias is not None) in (1, 4)
