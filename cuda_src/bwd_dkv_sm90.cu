@@ -172,18 +172,10 @@ __device__ __forceinline__ void make_dk(Smem& smem, const BwdSm90Params& params)
     }
     ptx::mbarrier_arrive(smem.p_empty[at.place.stage]);
     if constexpr (kHasDropout) {
-      const float keep_scale = static_cast<float>(params.scores.keep_scale);
-      drop(dp, kept, keep_scale, control.statistics[stage].minus_delta + warp::fragment_col(0), 0, kQueryTile / 8);
+      drop(dp, kept, static_cast<float>(params.scores.keep_scale), control.statistics[stage].minus_delta);
     }
-    if (kHasBias || has_hidden) hide_gradient(dp, weights, 0, kQueryTile / 8);  // of a bias, -inf hides
-#pragma unroll
-    for (int step = 0; step < kQueryTile / 16; ++step) {
-#pragma unroll
-      for (int n = 2 * step; n < 2 * step + 2; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) dp.x[0][n][i] *= weights.at(n, i);
-      warpgroup::pack_pairs<Element>(ds[step], dp, step);
-    }
+    if (kHasBias || has_hidden) hide_gradient(dp, weights);  // of a bias, -inf hides
+    differentiate(dp, weights, [](int) {});
     ptx::mbarrier_wait(control.q_full[stage], at.now.parity);
     ptx::pin(registers(dk));
     ptx::wgmma_fence();

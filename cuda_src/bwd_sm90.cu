@@ -74,6 +74,9 @@ constexpr int kDsBytes = sizeof(WithDs::ds) / kDsStages;
 
 using KeyFragment = warp::Fragment<1, kHeadDim / 8>;
 
+constexpr int kMeetBarrier = 1;  // of both consumers; 0 is __syncthreads
+__device__ __forceinline__ void meet() { ptx::named_barrier_sync(kMeetBarrier, kConsumerThreads); }
+
 // What a consumer does for dq.
 struct DsWriter {
   Smem& smem;
@@ -195,19 +198,11 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
     writer.await();
     if constexpr (kHasDropout) {
       kept = kept.settled();
-      drop(dp, kept, smem.factors.keep_scale, statistics.minus_delta + warp::fragment_col(0), 0, kQueryTile / 8);
+      drop(dp, kept, smem.factors.keep_scale, statistics.minus_delta);
     }
-    if (kHasBias || has_hidden) hide_gradient(dp, weights, 0, kQueryTile / 8);  // of a bias, -inf hides
-    Packed& ds = weights.of_ds();
-#pragma unroll
-    for (int step = 0; step < kQueryTile / 16; ++step) {
-#pragma unroll
-      for (int n = 2 * step; n < 2 * step + 2; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) dp.x[0][n][i] *= weights.at(n, i);
-      warpgroup::pack_pairs<Element>(ds[step], dp, step);
-      writer.write(step, ds[step]);
-    }
+    if (kHasBias || has_hidden) hide_gradient(dp, weights);  // of a bias, -inf hides
+    const Packed& ds = weights.of_ds();
+    differentiate(dp, weights, [&](int step) { writer.write(step, ds[step]); });
     ptx::pin(registers(dk));
     ptx::wgmma_fence();
     multiply_queries<kHeadDim>(dk, ds, ptx::advance(q, stage_bytes));

@@ -149,13 +149,15 @@ class BwdSm90(_Scores):
         barriers = 8 * (2 + 5 * self.stages + 2 * _DS_STAGES + _CONSUMERS)
         statistics = self.stages * _statistics_bytes(self.query_tile)
         bias = _bias_bytes(self.key_tile) if self.has_bias else 0
-        total = 2 * (keys + self.stages * stage + ds) + dq + bias + statistics + _JOB_BYTES + barriers + _FACTOR_BYTES
+        rest = statistics + _JOB_BYTES + barriers + _DROPOUT_BYTES + _FACTOR_BYTES
+        total = 2 * (keys + self.stages * stage + ds) + dq + bias + rest
         return -(-total // 1024) * 1024
 
 
 _JOB_BYTES = 96  # of attn/key_tile.cuh and of bwd_dq_sm90: sizeof(Job)
 _DS_STAGES, _CONSUMERS = 2, 2  # of bwd_sm90
-_FACTOR_BYTES = 32 + 32  # of bwd_sm90: sizeof(Dropout) and sizeof(Factors)
+_DROPOUT_BYTES = 32  # of attn/dropout.cuh: sizeof(Dropout)
+_FACTOR_BYTES = 32  # of bwd_sm90: sizeof(Factors)
 
 
 def _bias_bytes(key_tile: int) -> int:
@@ -177,7 +179,8 @@ class BwdDkvSm90(_Scores):
         p = _P_PLACES * self.query_tile * self.key_tile
         barriers = 8 * (2 + 5 * self.stages + 2 * _P_PLACES)
         bias = _bias_bytes(self.key_tile) if self.has_bias else 0
-        total = 2 * (tiles + p) + self.stages * _statistics_bytes(self.query_tile) + _JOB_BYTES + barriers + bias + 32
+        statistics = self.stages * _statistics_bytes(self.query_tile)
+        total = 2 * (tiles + p) + bias + statistics + _JOB_BYTES + barriers + _DROPOUT_BYTES
         return -(-total // 1024) * 1024
 
 

@@ -282,8 +282,8 @@ def _sm90_gradients(spec: Spec, device: Device) -> Iterator[Gradients]:
         for main in _fitting(BwdSm90, tiles.BWD_SM90[wider], spec, device, note, **switches, **both, **gradients):
             yield main, None
         return
-    dq = next(_fitting(BwdDqSm90, tiles.DQ_SM90[wider], spec, device, **own, **gradients), None)
-    for main in _fitting(BwdDkvSm90, tiles.DKV_SM90[wider], spec, device, note, **own, **gradients) if dq else ():
+    dq = _first(_fitting(BwdDqSm90, tiles.DQ_SM90[wider], spec, device, **own, **gradients), spec, device)
+    for main in _fitting(BwdDkvSm90, tiles.DKV_SM90[wider], spec, device, note, **own, **gradients):
         yield main, dq
 
 

@@ -177,23 +177,37 @@ __device__ __forceinline__ void weigh(ScoreFragment& s, Weights& weights, const 
   }
 }
 
-// dp of the tiles [begin, end) becomes dp - D, of what dropout keeps of it. `minus_delta`: of this lane's first column.
-__device__ __forceinline__ void drop(ScoreFragment& dp, const Kept& kept, float keep_scale, const float* minus_delta, int begin, int end) {
+// dp becomes dp - D, of what dropout keeps of it.
+__device__ __forceinline__ void drop(ScoreFragment& dp, const Kept& kept, float keep_scale, const float* minus_delta) {
 #pragma unroll
-  for (int n = begin; n < end; ++n) {
-    const float2 pair = *reinterpret_cast<const float2*>(minus_delta + 8 * n);
+  for (int n = 0; n < kQueryTile / 8; ++n) {
+    const float2 pair = *reinterpret_cast<const float2*>(minus_delta + warp::fragment_col(0) + 8 * n);
 #pragma unroll
     for (int i = 0; i < 4; ++i) dp.x[0][n][i] = ptx::fma(kept.select(dp.x[0][n][i], n, i), keep_scale, i % 2 ? pair.y : pair.x);
   }
 }
 
-// dp - D of hidden pairs becomes 0, whatever dp and D hold; of the tiles [begin, end).
-__device__ __forceinline__ void hide_gradient(ScoreFragment& dp, Weights& weights, int begin, int end) {
+// dp - D of hidden pairs becomes 0, whatever dp and D hold.
+__device__ __forceinline__ void hide_gradient(ScoreFragment& dp, Weights& weights) {
   if (!kHasBias) __syncwarp();  // likewise
 #pragma unroll
-  for (int n = begin; n < end; ++n)
+  for (int n = 0; n < kQueryTile / 8; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) dp.x[0][n][i] = weights.at(n, i) == 0 ? 0.0f : dp.x[0][n][i];
+}
+
+// dp - D becomes ds, which takes the weights' place, 16 queries after the others. `behind(step)`: what is done with those of a step.
+template <class F>
+__device__ __forceinline__ void differentiate(ScoreFragment& dp, Weights& weights, const F& behind) {
+#pragma unroll
+  for (int step = 0; step < kQueryTile / 16; ++step) {
+#pragma unroll
+    for (int n = 2 * step; n < 2 * step + 2; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dp.x[0][n][i] *= weights.at(n, i);
+    warpgroup::pack_pairs<Element>(weights.of_ds()[step], dp, step);
+    behind(step);
+  }
 }
 
 }  // namespace cf

@@ -88,9 +88,6 @@ constexpr int kQueryBytes = sizeof(Tiles::q) / kStages, kDoutBytes = sizeof(Tile
 using ScoreFragment = warp::Fragment<1, kQueryTile / 8>;  // of keys x queries
 using Packed = uint32[kQueryTile / 16][4];                // the same as an operand
 
-constexpr int kMeetBarrier = 1;  // of both consumers; 0 is __syncthreads
-__device__ __forceinline__ void meet() { ptx::named_barrier_sync(kMeetBarrier, kConsumerThreads); }
-
 // By one thread.
 __device__ __forceinline__ void prepare_block(Control& control, const Problem& problem, const attn::Work& work) {
   ptx::mbarrier_init(control.k_full, 1);
