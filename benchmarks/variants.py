@@ -35,17 +35,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="files that replace those of cuda_src")
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), metavar="CASE", required=True)
     parser.add_argument("--pass", dest="one_pass", choices=sorted(OUTPUTS), default="backward")
+    parser.add_argument("--deterministic", action="store_true", help="gradients in order")
     parser.add_argument("--backends", nargs="*", choices=sorted(PEERS), default=["cudnn"], help="default: cudnn")
     parser.add_argument("--reps", type=int, default=20, help="timed calls of each; default: 20")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     rest = options.folders, options.backends, options.one_pass, options.reps, torch.device(options.device)
-    verdicts = [compare(CASES[name], *rest) for name in options.cases]
+    verdicts = [compare(CASES[name], options.deterministic, *rest) for name in options.cases]
     return int(not all(verdicts))
 
 
 def compare(
-    case: Case, folders: Sequence[Path], backends: Sequence[str], one_pass: str, reps: int, device: Any
+    case: Case,
+    deterministic: bool,
+    folders: Sequence[Path],
+    backends: Sequence[str],
+    one_pass: str,
+    reps: int,
+    device: Any,
 ) -> bool:
     """Prints a line for each variant and peer, and says whether all variants are right."""
     tensors = inputs(case, device)
@@ -54,8 +61,10 @@ def compare(
     contestants: dict[str, Any] = {}
     for name, folder in ((AS_IT_STANDS, None), *((str(folder), folder) for folder in folders)):
         with sources(folder):
-            contestants[name] = called(Prepared(case, *tensors), one_pass)
-    ours = list(contestants)
+            ours = Prepared(case, *tensors)
+            ours.attention = ours.attention.replace(deterministic=deterministic)
+            contestants[name] = called(ours, one_pass)
+    variants = list(contestants)
     for name in backends:
         try:
             contestants[name] = called(PEERS[name](case, *tensors), one_pass)
@@ -67,7 +76,7 @@ def compare(
         line = (
             f"{case.name:20} {name:30} {quartiles[1]:9.4f} ms  {taken[AS_IT_STANDS][1] / quartiles[1]:.3f} of its speed"
         )
-        if name in ours:
+        if name in variants:
             wrong = beyond(errors_of(contestants[name].results(), exact, one_pass), bounds)
             is_right &= not wrong
             if device.type == "cuda":

@@ -22,6 +22,7 @@ namespace cf {
 static_assert(kKeyTile == kRows && kThreads == kGroup + kConsumerThreads);
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // 128 x 40 + 256 x 232: what the launch gave
 constexpr int kPlaces = 2;
+constexpr int kBiasLoaders = 2 * kWarpSize;  // the producers' warps that are left
 using Passage = uint4[kQueryTile / 16][kGroup];
 
 struct alignas(1024) Smem {  // a swizzle repeats every 1024 bytes
@@ -202,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_dkv_sm90(const
   const attn::Work work = attn::find_work<false, kKeyTile>(params.problem, blockIdx.x);
   if (work.tile < 0) return;
   if (threadIdx.x == 0) {
-    smem.bias.init(kGroup);
+    smem.bias.init(kBiasLoaders, kGroup);
 #pragma unroll
     for (int place = 0; place < kPlaces; ++place) {
       ptx::mbarrier_init(smem.p_full[place], kGroup);
@@ -216,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_dkv_sm90(const
   if (group == 0) {
     ptx::give_registers<kProducerRegisters>();
     produce(smem.tiles, smem.control, params);
-    if (threadIdx.x >= 2 * kWarpSize) load_bias(smem.bias, smem.control.job, params.scores, threadIdx.x - 2 * kWarpSize);
+    if (threadIdx.x >= 2 * kWarpSize) load_bias<kBiasLoaders>(smem.bias, smem.control.job, params.scores, threadIdx.x - 2 * kWarpSize);
   } else {
     ptx::take_registers<kConsumerRegisters>();
     if (group == 1) make_dv(smem, params);

@@ -1,9 +1,10 @@
 // Per query row, before the backward: D = rowsum(dout * out) - dlse, and what the main kernel wants beside it.
 //
-// kGroup lanes share one row of one head, kVector columns each at a time. Writes (lse log2(e), D), zeroes the rows' dq accumulator
-// and all turns, rounds dout to q's type where it came wider, and sums the block's share of dsink = -sum exp(sink - lse) D in a fixed order
+// kGroup lanes share one row of one head, kVector columns each at a time. Writes (lse log2(e), D), zeroes what a main kernel adds to, the
+// rows' dq accumulator or all turns and dq of rows that see no key, rounds dout to q's type where it came wider, and sums the block's share of dsink = -sum exp(sink - lse) D in a fixed order
 // (contract, Backward). An empty row (lse -inf) gets (+inf, 0): P = exp2(x - inf) is then exactly 0, and its dout is not used.
 #include "attn/gradient.cuh"
+#include "attn/mask.cuh"
 #include "tile/shared.cuh"
 
 namespace cf {
@@ -47,6 +48,13 @@ __device__ __forceinline__ void for_columns(const DoutElement* dout, const OutEl
   }
 }
 
+// By the lanes of a group.
+__device__ __forceinline__ void zero_row(const BwdPreprocessParams& params, const attn::Sequence& seq, int head, int row) {
+  for (int col = threadIdx.x % kGroup; col < params.problem.head_dim; col += kGroup)
+    if (params.dq_item_bytes == 2) row_of<unsigned short>(params.dq, seq, head, row)[col] = 0;
+    else row_of<float>(params.dq, seq, head, row)[col] = 0;
+}
+
 }  // namespace cf
 
 extern "C" __global__ void __launch_bounds__(cf::kThreads) bwd_preprocess(const __grid_constant__ cf::BwdPreprocessParams params) {
@@ -59,6 +67,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) bwd_preprocess(const 
   const Accum sink = has_sink ? static_cast<const Accum*>(params.sink)[head] : Accum(-kInfinity);
   const int64 padded_begin = head * attn::padded_rows(problem) + attn::padded_begin(problem, seq) + work.tile * kQueryTile;
   const bool is_lead = threadIdx.x % kGroup == 0;
+  const attn::Band<true> band(problem, seq);
   Accum dsink = 0;
 
   const int rows = work.tile < 0 ? 0 : kQueryTile;
@@ -90,6 +99,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) bwd_preprocess(const 
 
     if (is_used && is_lead && sink != -kInfinity) dsink -= ptx::exp2((sink - lse) * Accum(kLog2E)) * delta;
     if (is_row && is_lead && params.delta_out.data) *row_of<Accum>(params.delta_out, seq, head, row) = delta;
+    if (is_row && params.dq.data && band.keys_of(row).begin >= band.keys_of(row).end) zero_row(params, seq, head, row);
     if (params.stats && is_lead && !seq.is_slack)
       static_cast<attn::RowStats<Accum>*>(params.stats)[padded_begin + row_in_tile] = {
           is_used ? in_base_2(lse) : Accum(kInfinity), delta};
@@ -101,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) bwd_preprocess(const 
     for (int i = threadIdx.x; i < rows * params.accum_cols / kChunk; i += kThreads) accum[i] = Chunk{};
   }
   if (params.turns) {  // whatever rows the sequences cover: a main kernel would wait for ever for a turn that nobody has zeroed
-    const int64 turns = problem.heads_q * attn::padded_rows(problem) / 16;
+    const int64 turns = problem.heads_q * attn::padded_rows(problem) / attn::kTurnRows;
     for (int64 i = static_cast<int64>(blockIdx.x) * kThreads + threadIdx.x; i < turns; i += static_cast<int64>(gridDim.x) * kThreads)
       static_cast<int*>(params.turns)[i] = 0;
   }

@@ -9,25 +9,28 @@
 //     ds^T = p^T (dp^T - D) dx/ds                       for dq too, through shared memory
 //     dk += ds^T q           s^T = k q^T                of the next tile
 //   a warpgroup for dq:      dq = ds k, 64 x 64 at a time, added to dq_accum by bulk reductions, each warp its own rows
-//   at the end:  dv, scale dk              (bwd_finish brings scale dq home)
+//   adders, a thread each:   a tile of dq in shared memory is added to dq_accum by one bulk reduction
+//   at the end:  dv, scale dk              (bwd_finish brings scale dq home, unless kStoresDq)
 //
 // s and dp take turns in one fragment and p lives on as 16 bits, which leaves registers for dq's warpgroup. So consumers wait neither for dq
-// nor for each other, but for one thing, where they alternate: exponentials of the one run beside products of the other. kIsAlone: there is
-// one key tile; then a block's dq is all of it, and stored.
+// nor for each other, but for one thing, where they alternate: exponentials of the one run beside products of the other.
 // Shared    k, v [kKeyTile, kHeadDim] for the whole block; q, dout [kStages][kQueryTile, kHeadDim]; ds [kDsStages][kQueryTile, kKeyTile]:
-//           all in panels of 64 columns, swizzled; dq of each warp in fragment order; two pieces of the bias, of 16 KiB.
-// Barriers  of attn/key_tile.cuh. Of a place of ds, full: every consumer's warp; empty: every warp of dq's. weighed, of a consumer: each of its
-//           warps, once the products behind its exponentials are issued. Of a piece of the bias, full: all who load it; empty: every
-//           consumer's thread. Named, of both consumers: keys have been zeroed.
-// Order     dk and dv: fixed, head by head and tile by tile. dq: the order in which blocks arrive, or if kIsOrdered that of their keys: by a
-//           counter for 16 rows a warp of dq's knows how many of the blocks that see its tile have added to them. It waits for blocks of
-//           smaller numbers alone, which run already.
+//           all in panels of 64 columns, swizzled; dq of a tile in fragment order; two pieces of the bias, of 16 KiB.
+// Barriers  of attn/key_tile.cuh. Of a place of ds, full: every consumer's warp; empty: every warp of dq's. Of dq, for each adder's tiles,
+//           full: every warp of dq's; empty: the adder. weighed, of a consumer: each of its warps, once the products behind its exponentials
+//           are issued. Of a piece of the bias, full: all who load it; empty: every consumer's thread. Named, of both consumers: keys have
+//           been zeroed.
+// Order     dk and dv: fixed, head by head and tile by tile. dq: the order in which blocks arrive, or if kIsOrdered that of their keys, the
+//           last ones first, by a counter for each tile of queries. A block waits for blocks of smaller numbers alone, which run already.
+//           If kStoresDq, who comes first stores, and who comes last takes the sum along and writes dq itself: fewer passes over memory,
+//           at the price of dq's warpgroup waiting for its turn.
 #include "attn/key_scores.cuh"
 #include "ptx/turn.cuh"
 
 namespace cf {
 
 static_assert(kKeyTile == kConsumers * kRows && kHeadDim == kHeadDimV);
+static_assert(kIsOrdered || !kStoresDq);
 constexpr bool kIsPlain = !kHasSoftcap && !kHasAlibi && !kHasBias && !kHasDropout;
 constexpr int kDqGroup = 1 + kConsumers;  // behind the producers' and the consumers'
 static_assert(kThreads == kGroup * (1 + kDqGroup));
@@ -36,24 +39,13 @@ constexpr int kProducerRegisters = 32, kConsumerRegisters = 208, kDqRegisters = 
 // Not where a tile's bias is more pieces than their ring holds: a piece makes room once both have read it.
 constexpr bool kAlternates = !kHasBias || kQueryTile <= kBiasStages * BiasTile::kRows;
 constexpr int kDsStages = 2;
+constexpr int kAdders = kHasBias ? 1 : 2, kBiasLoaders = kWarpSize;  // producers' warps that are left, and threads of one
 constexpr int kGroupWarps = kGroup / kWarpSize;
 // dq's parts, one after the other through the same registers: of the query rows, or panels of columns.
 constexpr int kParts = 2;
 constexpr bool kSplitsRows = kQueryTile == kParts * kRows;
 static_assert(kSplitsRows ? kPanels == 1 : kQueryTile == kRows && kPanels == kParts);
 using DqFragment = warp::Fragment<1, kPanel / 8>;
-constexpr int kDqFloats = sizeof(DqFragment) / 4 * kWarpSize;  // of a warp
-
-// One base after the other: at an offset of its own a base would be reached through a test for null.
-struct WithDs : Tiles {
-  warpgroup::Panels<Element, kConsumers, kQueryTile> ds[kDsStages];
-};
-template <bool kIsThere>
-struct WithDq : WithDs {
-  alignas(128) float dq[kGroupWarps][kParts][kDqFloats];
-};
-template <>
-struct WithDq<false> : WithDs {};
 
 // Read where they are needed, tile by tile.
 struct Factors {
@@ -62,15 +54,17 @@ struct Factors {
   float keep_scale;
 };
 
-struct alignas(1024) Smem : WithDq<!kIsAlone> {  // a swizzle repeats every 1024 bytes
+struct alignas(1024) Smem : Tiles {  // a swizzle repeats every 1024 bytes
+  warpgroup::Panels<Element, kConsumers, kQueryTile> ds[kDsStages];
+  alignas(128) float dq[kQueryTile * kHeadDim];
   BiasRing<kHasBias> bias;
   Control control;
-  ptx::Barrier ds_full[kDsStages], ds_empty[kDsStages], weighed[kConsumers];
+  ptx::Barrier ds_full[kDsStages], ds_empty[kDsStages], weighed[kConsumers], dq_full[kAdders], dq_empty[kAdders];
   attn::Dropout dropout;  // of head 0
   Factors factors;
 };
 static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
-constexpr int kDsBytes = sizeof(WithDs::ds) / kDsStages;
+constexpr int kDsBytes = sizeof(Smem::ds) / kDsStages;
 
 using KeyFragment = warp::Fragment<1, kHeadDim / 8>;
 
@@ -223,107 +217,146 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
   store_gradient(params.dv, job, key, params.problem.head_dim_v, dv);
 }
 
-// What stands between a warp of dq's and dq_accum. A template, as not every Block has what it names.
-template <class Block>
-struct Adder {
-  Block& smem;
-  const BwdSm90Params& params;
-  int* counter = nullptr;  // of the rows that were added last, if kIsOrdered
+// Where a block stands among those that see a tile of queries.
+struct Turn {
+  int number;
+  bool is_last;
+  __device__ __forceinline__ Turn(const Job& job, int query) {
+    const attn::Range keys = job.band.keys_of(query, min_of(query + kQueryTile, job.sequence.len_q));
+    number = ceil_div(keys.end, kKeyTile) - 1 - job.key_begin / kKeyTile;
+    is_last = keys.begin >= job.key_begin;
+  }
+};
+// Where a tile's sums are, and how many blocks have added to them.
+struct Sums {
+  float* dq;
+  int* count;
+  __device__ __forceinline__ Sums(const Smem& smem, const BwdSm90Params& params, int head, int query) {
+    const int64 rows = smem.factors.first_row + head * smem.factors.head_rows + query;
+    dq = static_cast<float*>(params.dq_accum) + rows * kHeadDim;
+    count = static_cast<int*>(params.turns) + rows / attn::kTurnRows;
+  }
+};
+// A warp's part of a tile among its floats in fragment order, for this lane.
+__device__ __forceinline__ int dq_place(int part) {
+  const int warp_number = threadIdx.x % kGroup / kWarpSize;
+  const int place = kSplitsRows ? part * kGroupWarps + warp_number : warp_number * kParts + part;
+  return (place * kPanel / 8 * kWarpSize + ptx::settled(warp::lane())) * 4;
+}
 
-  // A part of a tile's rows.
-  __device__ __forceinline__ void add(const DqFragment& dq, int part, int head, int query) {
-    const int lane = ptx::settled(warp::lane()), warp_number = threadIdx.x % kGroup / kWarpSize;
-    float* const stage = smem.dq[warp_number][part];
-    if (lane == 0) {
-      if (kIsOrdered && part == 0) pass();
-      ptx::tma_wait_read<kParts - 1>();  // of the same part of the tile before
-    }
-    __syncwarp();
+// A tile of dq on its way from registers to an adder.
+struct DqWriter {
+  Smem& smem;
+  int tile = 0;
+
+  __device__ __forceinline__ void write(const DqFragment& dq, int part) {
+    if (part == 0 && tile > 0) ptx::mbarrier_wait(smem.dq_empty[(tile - 1) % kAdders], (tile - 1) / kAdders % 2);
+    float* const own = smem.dq + dq_place(part);
 #pragma unroll
     for (int n = 0; n < kPanel / 8; ++n) {
       const float* x = dq.x[0][n];
-      reinterpret_cast<float4*>(stage)[n * kWarpSize + lane] = float4{x[0], x[1], x[2], x[3]};
+      *reinterpret_cast<float4*>(own + n * kWarpSize * 4) = float4{x[0], x[1], x[2], x[3]};
     }
+    if (part < kParts - 1) return;
     ptx::fence_async_proxy();
     __syncwarp();
-    if (lane == 0) {
-      const int place = kSplitsRows ? part * kGroupWarps + warp_number : warp_number * kParts + part;
-      const int64 rows = smem.factors.first_row + head * smem.factors.head_rows + query;
-      if (kIsOrdered && part == 0) await(static_cast<int*>(params.turns) + rows / kWarpRows + warp_number, query);
-      ptx::bulk_reduce_add(static_cast<float*>(params.dq_accum) + rows * kHeadDim + place * kDqFloats, stage, kDqFloats * 4);
-      ptx::tma_commit();
-    }
-    __syncwarp();  // the next product is the whole warp's
-  }
-  __device__ __forceinline__ void finish() {
-    if (warp::lane() != 0) return;
-    if (kIsOrdered) pass();
-    ptx::tma_wait_read();  // shared memory outlives its copies
-  }
-
-  __device__ __forceinline__ void await(int* next, int query) {
-    const Job& job = smem.control.job;
-    counter = next;
-    const attn::Range keys = job.band.keys_of(query, min_of(query + kQueryTile, job.sequence.len_q));
-    ptx::await_turn(counter, (job.key_begin - keys.begin / kKeyTile * kKeyTile) / kKeyTile);
-  }
-  __device__ __forceinline__ void pass() {
-    if (counter) ptx::pass_turn(counter);
+    if (warp::lane() == 0) ptx::mbarrier_arrive(smem.dq_full[tile % kAdders]);
+    ++tile;
   }
 };
-// The same where it is all there is.
-__device__ __forceinline__ void store(DqFragment& dq, int part, int head, int query, Smem& smem, const BwdSm90Params& params) {
-  const attn::Sequence& seq = smem.control.job.sequence;
-  const int row = query + (kSplitsRows ? part * kRows : 0) + threadIdx.x % kGroup / kWarpSize * kWarpRows, col = kSplitsRows ? 0 : part * kPanel;
+// Every kAdders-th tile of those, by one thread. Two of them in turn wait for their turn, and for what they have added to be there.
+__device__ __forceinline__ void add_dq(Smem& smem, const BwdSm90Params& params, int adder) {
+  const Job& job = smem.control.job;
+  int tile = 0;
+  job.walk.for_each([&](int head, int query) {
+    const Turn turn(job, query);
+    if (kStoresDq && turn.is_last) return;
+    const int round = tile / kAdders;
+    if (tile++ % kAdders != adder) return;
+    const Sums sums(smem, params, head, query);
+    ptx::mbarrier_wait(smem.dq_full[adder], round % 2);
+    if (kStoresDq && turn.number == 0) {
+      ptx::bulk_store(sums.dq, smem.dq, sizeof(smem.dq));
+    } else {
+      if (kIsOrdered) {
+        ptx::await_turn(sums.count, turn.number);
+        ptx::fence_async_proxy_global();
+      }
+      ptx::bulk_reduce_add(sums.dq, smem.dq, sizeof(smem.dq));
+    }
+    ptx::tma_commit();
+    ptx::tma_wait_read();
+    ptx::mbarrier_arrive(smem.dq_empty[adder]);
+    if (kIsOrdered) ptx::pass_turn(sums.count);
+  });
+}
+// The sum so far, of which this lane has a part.
+__device__ __forceinline__ void load_sum(DqFragment& dq, const float* sum, int part) {
+  const float* const own = sum + dq_place(part);
+#pragma unroll
+  for (int n = 0; n < kPanel / 8; ++n) {
+    const float4 x = __ldcg(reinterpret_cast<const float4*>(own + n * kWarpSize * 4));  // past L1, which may hold an older one
+    dq.x[0][n][0] = x.x, dq.x[0][n][1] = x.y, dq.x[0][n][2] = x.z, dq.x[0][n][3] = x.w;
+  }
+}
+// The whole sum.
+__device__ __forceinline__ void store(DqFragment& dq, int part, int head, int query, const attn::Sequence& seq, const BwdSm90Params& params) {
   scale(dq, static_cast<float>(params.scores.scale));
+  const int row = query + (kSplitsRows ? part * kRows : 0) + threadIdx.x % kGroup / kWarpSize * kWarpRows, col = kSplitsRows ? 0 : part * kPanel;
   warp::store_global<GradElement, kCopyBytes, kAccumulate>(attn::rows<GradElement>(params.dq, seq, seq.q_begin, head, row) + col,
                                                            params.dq.stride_n, seq.len_q - row, params.problem.head_dim - col, dq);
 }
-// dq of rows in tiles that see none of the keys, where no other block has any.
-__device__ __forceinline__ void store_unseen(const Job& job, const BwdSm90Params& params) {
-  const attn::Sequence& seq = job.sequence;
-  const int group = params.problem.heads_q / params.problem.heads_kv, cols = params.problem.head_dim;
-  const int begin = job.is_idle() ? 0 : job.walk.query_begin, end = job.is_idle() ? 0 : ceil_div(job.walk.query_end, kQueryTile) * kQueryTile;
-  for (int head = job.kv_head * group; head < (job.kv_head + 1) * group; ++head)
-    for (int row = threadIdx.x % kGroup / kWarpSize; row < seq.len_q; row += kGroupWarps)
-      if (row < begin || row >= end)
-        for (int col = warp::lane(); col < cols; col += kWarpSize)
-          attn::rows<GradElement>(params.dq, seq, seq.q_begin, head, row)[col] = convert<GradElement>(0.0f);
+
+// Which tile a block of an ordered launch has: of kHeadsAtOnce heads in turn, the last keys first. Under a mask every block then begins with
+// query rows of its own, and comes to those of the next keys when their block has left them; without one, as few blocks as can be queue up
+// for the same rows.
+constexpr int kBytesAtOnce = 8 << 20;
+__device__ __forceinline__ int ordered_block(const Problem& problem) {
+  const int tiles = problem.tiles_k, heads = gridDim.x / tiles, block = gridDim.x - 1 - blockIdx.x;
+  const int wanted = max_of(kBytesAtOnce / (kHeadDim * 8) / problem.len_q, 1);
+  const int head = block / (tiles * wanted) * wanted, at_once = min_of(wanted, heads - head), rest = block - head * tiles;
+  return (head + rest % at_once) * tiles + rest / at_once;
 }
 
-template <class Block>
-__device__ __forceinline__ void make_dq(Block& smem, const BwdSm90Params& params) {
+__device__ __forceinline__ void make_dq(Smem& smem, const BwdSm90Params& params) {
   const Job& job = smem.control.job;
   const Walk walk = job.walk.uniform();
   // Uniform: else every descriptor passes through vector registers.
   const uint64 ds = ptx::descriptor(warp::uniform(ptx::shared_address(smem.ds)), 16);
   const uint64 k = ptx::descriptor(warp::uniform(ptx::shared_address(smem.k)), 16);
   Ring<kDsStages> place;
-  Adder<Block> adder{smem, params};
+  DqWriter writer{smem};
   walk.for_each([&](int head, int query) {
+    const Turn turn(job, query);
+    const bool is_last = kStoresDq && turn.is_last, has_sum = is_last && turn.number > 0;
+    const Sums sums(smem, params, head, query);
+    DqFragment dq;
+    if (has_sum) {  // comes while ds is waited for
+      if (warp::lane() == 0) ptx::await_turn(sums.count, turn.number);
+      __syncwarp();
+      load_sum(dq, sums.dq, 0);
+    }
     ptx::mbarrier_wait(smem.ds_full[place.stage], place.parity);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const uint64 ds_part = ptx::advance(ds, place.stage * kDsBytes + (kSplitsRows ? part * kRows * kPanel * 2 : 0));
       const uint64 k_part = ptx::advance(k, kSplitsRows ? 0 : part * kKeyPanelBytes);
-      DqFragment dq;
+      if (has_sum && part > 0) load_sum(dq, sums.dq, part);
       ptx::pin(registers(dq));
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kKeyTile / 16; ++step)
         ptx::Wgmma<Element, kPanel>::template shared<true>(registers(dq), ptx::advance(ds_part, step / 4 * kQueryPanelBytes + step % 4 * 32),
-                                                           ptx::advance(k_part, step * 16 * kPanel * 2), step > 0);
+                                                           ptx::advance(k_part, step * 16 * kPanel * 2), has_sum || step > 0);
       ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
       ptx::pin(registers(dq));
       if (part == kParts - 1 && warp::lane() == 0) ptx::mbarrier_arrive(smem.ds_empty[place.stage]);
-      if constexpr (kIsAlone) store(dq, part, head, query, smem, params);
-      else adder.add(dq, part, head, query);
+      if (is_last) store(dq, part, head, query, job.sequence, params);
+      else writer.write(dq, part);
     }
     place.advance();
   });
-  if constexpr (!kIsAlone) adder.finish();
-  else if (!kAccumulate) store_unseen(job, params);
 }
 
 }  // namespace cf
@@ -332,14 +365,18 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __g
   using namespace cf;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
-  const attn::Work work = attn::find_work<false, kKeyTile>(params.problem, blockIdx.x);
+  const attn::Work work = attn::find_work<false, kKeyTile>(params.problem, kIsOrdered ? ordered_block(params.problem) : blockIdx.x);
   if (work.tile < 0) return;
   if (threadIdx.x == 0) {
-    smem.bias.init(kConsumerThreads);
+    smem.bias.init(kBiasLoaders, kConsumerThreads);
 #pragma unroll
     for (int place = 0; place < kDsStages; ++place) {
       ptx::mbarrier_init(smem.ds_full[place], kConsumerThreads / kWarpSize);
       ptx::mbarrier_init(smem.ds_empty[place], kGroupWarps);
+    }
+    for (int adder = 0; adder < kAdders; ++adder) {
+      ptx::mbarrier_init(smem.dq_full[adder], kGroupWarps);
+      ptx::mbarrier_init(smem.dq_empty[adder], 1);
     }
 #pragma unroll
     for (int consumer = 0; consumer < kConsumers; ++consumer) ptx::mbarrier_init(smem.weighed[consumer], kGroupWarps);
@@ -353,7 +390,9 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __g
   if (group == 0) {
     ptx::give_registers<kProducerRegisters>();
     produce(smem, smem.control, params);
-    if (threadIdx.x >= 2 * kWarpSize) load_bias(smem.bias, smem.control.job, params.scores, threadIdx.x - 2 * kWarpSize);
+    const int first_adder = kGroupWarps - kAdders, adder = threadIdx.x / kWarpSize - first_adder;
+    if (adder >= 0 && warp::lane() == 0) add_dq(smem, params, adder);
+    if (kHasBias && threadIdx.x / kWarpSize == 2) load_bias<kBiasLoaders>(smem.bias, smem.control.job, params.scores, warp::lane());
   } else if (group < kDqGroup) {
     ptx::take_registers<kConsumerRegisters>();
     consume(group - 1, smem, params);

@@ -674,11 +674,9 @@ def _describe(
 
 
 def _size_class(len_q: int, len_k: int) -> str:
-    if len_k <= 128:
-        return "short"
-    if len_q <= 16:
-        return "decode"
-    return "medium" if len_k <= 1024 else "normal"
+    if len_k <= 1024:
+        return "short" if len_k <= 256 else "few keys"
+    return "few queries" if len_q <= 16 else "normal"
 
 
 def _dbias_dtype(arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) -> str | None:

@@ -166,10 +166,12 @@ def memory_plan(
     probabilities = pairs * bwd.spec.heads_q * arrays["q"].itemsize
     workspace = _cuda.plan_bytes(bwd.spec, bwd.call, bwd_plan)
     # dout comes to the preprocess and to the main kernel; dq's own kernel, if any, reads all inputs. dq's sums are
-    # zeroed, read and written by reductions, and read; else the workspace is (lse, delta), written once, read by each.
+    # zeroed, read and written by reductions, and read, or not zeroed where the last block writes dq; else the workspace is (lse, delta),
+    # written once, read by each.
+    prepared = workspace if bwd_plan.has_sums else workspace - _cuda.sums_bytes(bwd.spec, bwd.call, bwd_plan)
     has_dq_kernel = bwd_plan.dq is not None
     read_again = q + k + v + 2 * out if has_dq_kernel else out
-    crossings = 4 if bwd_plan.sums_dq else 2 + has_dq_kernel
+    crossings = 3 + bwd_plan.has_sums if bwd_plan.sums_dq else 2 + has_dq_kernel
 
     forward_flops, scores_flops = _flops(attention, fwd), _flops(attention, fwd, head_dim_v=0)
     multiplications = pairs * bwd.spec.heads_q * (bwd.spec.head_dim + bwd.spec.head_dim_v)  # of S and P V, all pairs
@@ -201,7 +203,7 @@ def memory_plan(
         forward_allocated_bytes=out + lse,
         backward_allocated_bytes=grads + workspace,
         forward_traffic_bytes=_forward_traffic(fwd.spec, fwd.call, fwd_plan.constants.query_tile),
-        backward_traffic_bytes=_backward_traffic(bwd.spec, bwd.call, bwd_plan, workspace),
+        backward_traffic_bytes=_backward_traffic(bwd.spec, bwd.call, bwd_plan, prepared),
         least_forward_traffic_bytes=q + k + v + out + lse,
         least_backward_traffic_bytes=q + k + v + 2 * out + lse + grads + read_again + crossings * workspace,
         standard_forward_traffic_bytes=q + k + v + out + _SCORE_PASSES[0] * probabilities,
@@ -347,10 +349,11 @@ def _query_tiles_read(band: _Band, tile: int, columns: int, key_columns: int) ->
     return int((end - begin)[keys > 0].sum()) * columns + int(keys.sum()) * key_columns
 
 
-def _backward_traffic(spec: Spec, call: Call, plan: BackwardPlan, workspace: int) -> int:
+def _backward_traffic(spec: Spec, call: Call, plan: BackwardPlan, prepared: int) -> int:
     """The preprocess, the main kernel, and `bwd_finish` or dq's own kernel.
 
-    A reduction into the dq sums counts as one writing.
+    A reduction into the dq sums counts as one writing, and so does their last reading where that comes in its place.
+    `prepared`: bytes of the workspace that the preprocess writes, each once.
     """
     main = plan.main.constants
     item, row, both = _item(spec.dtype), _item(_row_dtype(spec)), spec.head_dim + spec.head_dim_v
@@ -374,10 +377,10 @@ def _backward_traffic(spec: Spec, call: Call, plan: BackwardPlan, workspace: int
         if plan.dq is not None:
             tile = plan.dq.constants.query_tile
             per_query_head += item * _query_tiles_read(band, tile, both, both) + rows * 2 * row
-        elif plan.sums_dq:
+        elif plan.has_sums:
             per_query_head += -(-rows // 16) * 16 * -(-spec.head_dim // 16) * 16 * row
         per_query_head += rows * spec.head_dim * grad
-    return spec.heads_q * per_query_head + spec.heads_kv * per_kv_head + workspace  # each part of which is written once
+    return spec.heads_q * per_query_head + spec.heads_kv * per_kv_head + prepared
 
 
 def _item(dtype: str) -> int:

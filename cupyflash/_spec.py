@@ -91,7 +91,7 @@ class Spec:
     allow_tf32: bool
     align: int  # bytes, at most 16: every pointer and outer stride is a multiple of it
     has_boxes: bool  # the copy engine can walk every array of rows
-    size_class: str  # "short" (len_k <= 128), "decode" (len_q <= 16), "medium" (len_k <= 1024), "normal"
+    size_class: str  # "short" (len_k <= 256), "few keys" (<= 1024), "few queries" (len_q <= 16), "normal"
 
 
 @dataclass(slots=True)

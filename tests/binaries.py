@@ -133,7 +133,7 @@ def hopper_forwards(device: Device, *, are_all: bool) -> dict[str, Plan[Any]]:
         "dropout": {"dropout": True},
         "everything": {"softcap": True, "alibi": True, "bias": True, "dropout": True},
     }
-    shapes, classes = ((64, 64), (128, 128), (192, 192), (192, 128), (256, 256)), ("normal", "medium")
+    shapes, classes = ((64, 64), (128, 128), (192, 192), (192, 128), (256, 256)), ("normal", "few keys")
     found: dict[Any, tuple[str, Plan[Any]]] = {}
     for dims, (name, switches), mask, size_class in itertools.product(shapes, changes.items(), Mask, classes):
         if mask is Mask.NONE and name not in ("plain", "negative scale", "softcap") and not are_all:
@@ -182,7 +182,7 @@ def hopper_backwards_of_changed_scores(device: Device, *, are_all: bool) -> dict
         is_few = sum(on) + (bias is not None) in (1, 4)
         if dim > 128 and not is_few and not are_all:
             continue
-        for way in ways if are_all else ways[: 2 if is_few else 1]:
+        for way in ways if are_all or is_few else ways[:1]:
             for plan in plan_backward(spec("bfloat16", dim, features=features, **changes, **way), device)[1:3]:
                 if plan is not None and plan.target == "sm_90a":
                     found.setdefault(plan.binary, (f"{plan.kernel} {dim}, {features}, bias {bias}, {way}", plan))
@@ -276,7 +276,7 @@ def allowance_key(constants: Constants) -> tuple[str, str, int]:
     dims = [getattr(values, name) for name in ("head_dim", "head_dim_v") if hasattr(values, name)]
     kind = type(constants).__name__
     if isinstance(constants, BwdSm90):
-        kind += " alone" if constants.is_alone else ""
+        kind += " stored" if constants.stores_dq else ""
         changes = constants.has_softcap, constants.has_alibi, constants.has_bias, constants.has_dropout
         kind += " of changed scores" if any(changes) else ""
     return kind, element, max(dims, default=0)
@@ -293,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--features", nargs="*", default=[], choices=("softcap", "alibi", "bias", "dropout"))
     parser.add_argument("--masked", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--short", action="store_true", help="at most 128 keys")
+    parser.add_argument("--short", action="store_true", help="at most 256 keys")
     parser.add_argument("--arch", type=int, choices=sorted(KNOWN), default=90)
     parser.add_argument("--folder", type=Path, help="files that replace those of cuda_src")
     options = parser.parse_args(arguments)

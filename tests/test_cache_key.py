@@ -22,7 +22,7 @@ SLOPES = np.ones(4, np.float32)
 
 
 def _binaries(
-    options: dict[str, Any], arguments: dict[str, Any], lengths: tuple[int, int] = (70, 190), **shape: Any
+    options: dict[str, Any], arguments: dict[str, Any], lengths: tuple[int, int] = (70, 390), **shape: Any
 ) -> list[Any]:
     """The binaries of a forward and a backward that a GPU would run for these arrays."""
     dtype, dim, dim_v = shape.get("dtype", ml_dtypes.bfloat16), shape.get("dim", 64), shape.get("dim_v", 64)
@@ -45,8 +45,8 @@ def _binaries(
 
 
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "another length": ({}, {}, {"lengths": (71, 333)}),
-    "one query": ({}, {}, {"lengths": (1, 333)}),
+    "another length": ({}, {}, {"lengths": (71, 533)}),
+    "one query": ({}, {}, {"lengths": (1, 533)}),
     "another batch": ({}, {}, {"batch": 7}),
     "other heads": ({}, {}, {"heads": (8, 1)}),
     "another scale": ({"scale": 0.3}, {}, {}),
@@ -78,8 +78,8 @@ def test_values_and_lengths_compile_nothing_new(name: str) -> None:
     assert _binaries(options, arguments, **shape) == _binaries({}, {})
 
 
-def test_as_few_keys_as_one_tile_holds_have_a_main_kernel_of_their_own_backward() -> None:
-    few, many = _binaries({}, {}, (70, 128)), _binaries({}, {}, (70, 129))
+def test_few_keys_have_a_main_kernel_of_their_own_backward() -> None:
+    few, many = _binaries({}, {}, (70, 256)), _binaries({}, {}, (70, 257))
     assert [mine != other for mine, other in zip(few, many, strict=True)] == [False, False, True, False]
 
 

@@ -83,18 +83,18 @@ def test_deterministic_gives_dq_its_own_kernel_and_no_sums() -> None:
     assert not ordered.main.constants.sums_dq
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_where_one_tile_holds_all_keys_dq_is_stored(dim: int, deterministic: bool) -> None:
-    """In no sums and no order; the lengths of packed sequences are nobody's to know."""
-    short = spec(dim=dim, size_class="short", deterministic=deterministic)
-    plan = plan_backward(short, KNOWN[90])
-    assert plan.dq is None and not plan.sums_dq
-    assert isinstance(plan.main.constants, BwdSm90) and plan.main.constants.is_alone
-    for other in (replace(short, packed=True), replace(short, size_class="medium")):
-        main = plan_backward(other, KNOWN[90]).main.constants
-        assert isinstance(main, BwdSm90) and not main.is_alone and main.is_ordered == deterministic
-    assert plan_backward(short, KNOWN[80]).sums_dq != deterministic
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("size_class", ["short", "few keys", "few queries", "normal"])
+def test_hopper_sums_dq_in_order_if_asked_to_and_stores_it_where_keys_are_few(
+    dim: int, deterministic: bool, size_class: str
+) -> None:
+    asked = spec(dim=dim, size_class=size_class, deterministic=deterministic)
+    plan = plan_backward(asked, KNOWN[90])
+    assert plan.dq is None and plan.sums_dq
+    assert plan.has_sums == (size_class != "short")
+    assert plan.takes_turns == (deterministic or size_class == "short")
+    assert not plan_backward(asked, KNOWN[80]).takes_turns
 
 
 def test_only_a_bias_has_a_kernel_for_its_gradient() -> None:
@@ -279,11 +279,11 @@ def test_the_generic_backward_says_why_it_is_not_hoppers(asked: Spec, reason: st
     ("size_class", "mask", "dim", "rows"),
     [
         ("normal", Mask.BAND, 64, 192),
-        ("medium", Mask.BAND, 64, 128),
-        ("decode", Mask.BAND, 40, 128),
-        ("medium", Mask.NONE, 64, 128),
+        ("few keys", Mask.BAND, 64, 128),
+        ("few queries", Mask.BAND, 40, 128),
+        ("few keys", Mask.NONE, 64, 128),
         ("normal", Mask.NONE, 64, 192),
-        ("medium", Mask.BAND, 128, 128),
+        ("few keys", Mask.BAND, 128, 128),
     ],
 )
 def test_few_keys_have_a_tile_of_two_consumers(size_class: str, mask: Mask, dim: int, rows: int) -> None:

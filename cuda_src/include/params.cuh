@@ -100,14 +100,17 @@ struct BwdPreprocessParams {
   Tensor dlse;                  // [B, Hq, Nq]; null data: zero
   Tensor delta_in;              // [B, Hq, Nq]; null data: computed
   Tensor delta_out;             // [B, Hq, Nq]; null data: not wanted
+  Tensor dq;                    // [B, Nq, Hq, D]: zeroed here where a row sees no key; null data: not wanted
   void* stats;                  // [Hq, padded rows] (lse log2(e), delta); null: not wanted
   void* dq_accum;               // [Hq, padded rows, accum_cols] Accum, zeroed here; null: not wanted
-  void* turns;                  // [Hq, padded rows / 16] int, zeroed here; null: not wanted
+  void* turns;                  // [Hq, padded rows / kTurnRows] int, zeroed here; null: not wanted
   void* dout_rounded;           // [B, Nq, Hq, rounded_cols] in q's type; null: dout has it already
   const void* sink;             // [Hq] Accum
   void* dsink_parts;            // [Hq, blocks of a head] Accum; null: no sink
   int accum_cols;               // the main kernel's kHeadDim
   int rounded_cols;             // Dv up to whole 16 bytes
+  int dq_item_bytes;            // 2 or 4
+  int padding;
 };
 
 struct BwdParams {              // of bwd_generic and bwd_dq_generic
@@ -131,7 +134,7 @@ struct BwdSm90Params {          // of bwd_sm90, bwd_dkv_sm90 and bwd_dq_sm90
   TensorMap dout;               // ... kQueryTile rows
   Problem problem;
   Scores scores;
-  Tensor dq;                    // [B, Nq, Hq, D], of bwd_dq_sm90, and of bwd_sm90 where it is stored at once
+  Tensor dq;                    // [B, Nq, Hq, D], of bwd_dq_sm90, and of bwd_sm90 where it is summed in order
   Tensor dk;                    // [B, Nk, Hkv, D]
   Tensor dv;                    // [B, Nk, Hkv, Dv]
   const void* stats;            // as above

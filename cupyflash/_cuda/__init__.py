@@ -122,6 +122,11 @@ def plan_bytes(spec: Spec, call: Call, plan: Plan[Any] | BackwardPlan) -> int:
     return sum(_aligned(size) for size in _workspace_parts(spec, call, plan))
 
 
+def sums_bytes(spec: Spec, call: Call, plan: BackwardPlan) -> int:
+    """Of those, what dq is summed in."""
+    return _aligned(_workspace_parts(spec, call, plan)[1])
+
+
 def backward(spec: Spec, call: Call, plan: BackwardPlan) -> Work:
     """To write dq, dk and dv (dbias and dsink too where there is a bias or a sink), or to add to them."""
     schedule = Schedule(call.device)
@@ -131,7 +136,12 @@ def backward(spec: Spec, call: Call, plan: BackwardPlan) -> Work:
     where = problem(spec, call, plan.preprocess.constants.query_tile, main.key_tile)
     query_blocks = _blocks(call, call.len_q, plan.preprocess.constants.query_tile, spec.heads_q)
     cols = main.head_dim, _rounded_cols(spec)
-    schedule.launch(plan.preprocess, query_blocks, _preprocess_values(call, where, None, addresses, cols))
+    # Where sums need no zeros, dq of rows that no block sees does.
+    unseen = None if plan.dq is not None or plan.has_sums or spec.accumulate else call.dq
+    zeroed = (stats, dq_accum if plan.has_sums else 0, turns, parts, rounded)
+    grad_bytes = ITEM_BYTES[spec.grad_dtype or spec.dtype]
+    per_row_values = _preprocess_values(call, where, None, unseen, zeroed, (*cols, grad_bytes))
+    schedule.launch(plan.preprocess, query_blocks, per_row_values)
 
     dout = _rounded(spec, _given(call.dout), rounded) if rounded else call.dout
     changes = scores(spec, call)
@@ -154,8 +164,8 @@ def backward(spec: Spec, call: Call, plan: BackwardPlan) -> Work:
         launch(plan.dq, _blocks(call, call.len_q, tile, spec.heads_q), of_dq)
     if plan.dbias is not None:
         _add_dbias(schedule, plan.dbias, call, (*where, *inputs, stats))
-    if plan.sums_dq or call.dsink is not None:
-        dq = rows(call.dq) if plan.sums_dq else NO_TENSOR
+    if plan.has_sums or call.dsink is not None:
+        dq = rows(call.dq) if plan.has_sums else NO_TENSOR
         sums = (dq_accum, parts, pointer(call.dsink), call.scale, main.head_dim, query_blocks // max(spec.heads_q, 1))
         blocks = _blocks(call, call.len_q, finish.query_tile, spec.heads_q)
         values = (*problem(spec, call, finish.query_tile, main.key_tile), *dq, *sums)
@@ -185,7 +195,7 @@ def preprocess(call: Call, stream: int) -> None:
     where = (*(0,) * 9, call.batch, call.len_q, 0, heads, heads, dim, dim, tiles, 0, 0, 0, 0)
     blocks = _blocks(call, call.len_q, constants.query_tile, heads)
     schedule = Schedule(call.device)
-    schedule.launch(plan, blocks, _preprocess_values(call, where, call.delta, (0, 0, 0, 0, 0), (0, 0)))
+    schedule.launch(plan, blocks, _preprocess_values(call, where, call.delta, None, (0, 0, 0, 0, 0), (0, 0, 0)))
     schedule({}, stream)
 
 
@@ -270,8 +280,9 @@ def _preprocess_values(
     call: Call,
     where: tuple[Any, ...],
     delta_out: View | None,
+    dq: View | None,
     workspace: Parts,
-    cols: tuple[int, int],
+    sizes: tuple[int, int, int],
 ) -> tuple[Any, ...]:
     is_computed = call.delta is None or delta_out is not None
     stats, dq_accum, turns, dsink_parts, rounded = workspace
@@ -283,13 +294,15 @@ def _preprocess_values(
         *per_row(call.dlse),
         *(NO_TENSOR if is_computed else per_row(call.delta)),
         *per_row(delta_out),
+        *rows(dq),
         stats,
         dq_accum,
         turns,
         rounded,
         pointer(call.sink),
         dsink_parts,
-        *cols,
+        *sizes,
+        0,
     )
 
 

@@ -136,8 +136,8 @@ class BwdSm90(_Scores):
 
     grad_element: str
     accumulate: bool
-    is_alone: bool  # one key tile holds all keys: dq is whole, and stored; else it is summed in memory
-    is_ordered: bool  # those sums are in the order of the keys
+    is_ordered: bool  # dq is summed in the order of the keys
+    stores_dq: bool  # and written by the last who adds to it
     stages: int
 
     @property
@@ -145,8 +145,9 @@ class BwdSm90(_Scores):
         keys = 2 * self.key_tile * self.head_dim
         stage = 2 * self.query_tile * self.head_dim
         ds = _DS_STAGES * self.query_tile * self.key_tile
-        dq = 0 if self.is_alone else 4 * self.query_tile * self.head_dim
-        barriers = 8 * (2 + 5 * self.stages + 2 * _DS_STAGES + _CONSUMERS)
+        dq = 4 * self.query_tile * self.head_dim
+        adders = 1 if self.has_bias else 2
+        barriers = 8 * (2 + 5 * self.stages + 2 * _DS_STAGES + _CONSUMERS + 2 * adders)
         statistics = self.stages * _statistics_bytes(self.query_tile)
         bias = _bias_bytes(self.key_tile) if self.has_bias else 0
         rest = statistics + _JOB_BYTES + barriers + _DROPOUT_BYTES + _FACTOR_BYTES

@@ -114,6 +114,7 @@ STRUCTS: dict[str, Fields] = {
         ("dlse", TENSOR),
         ("delta_in", TENSOR),
         ("delta_out", TENSOR),
+        ("dq", TENSOR),
         ("stats", "P"),
         ("dq_accum", "P"),
         ("turns", "P"),
@@ -122,6 +123,8 @@ STRUCTS: dict[str, Fields] = {
         ("dsink_parts", "P"),
         ("accum_cols", "i"),
         ("rounded_cols", "i"),
+        ("dq_item_bytes", "i"),
+        ("padding", "i"),
     ),
     "BwdParams": (
         ("problem", PROBLEM),

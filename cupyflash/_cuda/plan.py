@@ -40,7 +40,7 @@ from .device import Device
 MAX_HEAD_DIM = HEAD_DIMS[-1]
 MAX_LENGTH = 2**30 - 1  # rows of one sequence axis: kernels keep row numbers and distances in 32 bits
 ROW_PAD = 128  # kRowPad of attn/sequence.cuh: rows of per-row workspaces, a sequence
-TURN_ROWS = 16  # kWarpRows of tile/warpgroup.cuh: rows of dq that a warp adds at once
+TURN_ROWS = 64  # kTurnRows of attn/sequence.cuh: for so many rows of dq there is a counter
 LARGEST_OPTION = 2.0**100  # of a scale, a softcap and its inverse
 MAX_BLOCKS = 2**31 - 1  # of a one-dimensional grid
 _CPU = "the NumPy backend does this"
@@ -109,14 +109,18 @@ class BackwardPlan(NamedTuple):
 
     @property
     def sums_dq(self) -> bool:
-        """Whether dq is summed in the workspace, block by block, and brought home by `finish`."""
-        is_alone = isinstance(self.main.constants, BwdSm90) and self.main.constants.is_alone
-        return self.dq is None and not is_alone
+        """Whether dq is summed in the workspace, block by block."""
+        return self.dq is None
 
     @property
     def takes_turns(self) -> bool:
-        """Whether blocks sum dq in order."""
+        """Whether blocks do so in order."""
         return isinstance(self.main.constants, BwdSm90) and self.main.constants.is_ordered
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether sums are zeroed before, and brought home by `finish`; else the last who adds to them writes dq."""
+        return self.sums_dq and not (isinstance(self.main.constants, BwdSm90) and self.main.constants.stores_dq)
 
     def __str__(self) -> str:
         return "\n".join(str(plan) for plan in self if plan is not None)
@@ -276,9 +280,9 @@ def _sm90_gradients(spec: Spec, device: Device) -> Iterator[Gradients]:
     dim, dim_v = (next(n for n in SM90_HEAD_DIMS if real <= n) for real in (spec.head_dim, spec.head_dim_v))
     wider = max(dim, dim_v)
     own, both = {"head_dim": dim, "head_dim_v": dim_v}, {"head_dim": wider, "head_dim_v": wider}
-    is_alone = spec.size_class == "short" and not spec.packed  # of packed sequences nobody knows the lengths
     if wider in tiles.BWD_SM90:
-        switches: dict[str, Any] = {"is_alone": is_alone, "is_ordered": spec.deterministic and not is_alone}
+        stores_dq = spec.size_class == "short"  # two key tiles hardly wait for each other
+        switches = {"is_ordered": spec.deterministic or stores_dq, "stores_dq": stores_dq}
         for main in _fitting(BwdSm90, tiles.BWD_SM90[wider], spec, device, note, **switches, **both, **gradients):
             yield main, None
         return

@@ -7,7 +7,7 @@
 namespace cf {
 
 constexpr bool kPreloadsDelta = !kHasDropout;  // which changes dp before D is subtracted
-constexpr int kBiasStages = 2, kBiasLoaders = 2 * kWarpSize;
+constexpr int kBiasStages = 2;
 using BiasTile = attn::BiasTile<BiasElement, kKeyTile>;
 
 // Pieces of the bias, of as many queries as a tile of it holds.
@@ -15,21 +15,21 @@ template <bool kIsThere>
 struct BiasRing {
   BiasTile tiles[kBiasStages];
   ptx::Barrier full[kBiasStages], empty[kBiasStages];
-  __device__ __forceinline__ void init(int readers) {
+  __device__ __forceinline__ void init(int loaders, int readers) {
 #pragma unroll
     for (int stage = 0; stage < kBiasStages; ++stage) {
-      ptx::mbarrier_init(full[stage], kBiasLoaders);
+      ptx::mbarrier_init(full[stage], loaders);
       ptx::mbarrier_init(empty[stage], readers);
     }
   }
 };
 template <>
 struct BiasRing<false> {
-  __device__ __forceinline__ void init(int) {}
+  __device__ __forceinline__ void init(int, int) {}
 };
 
-// By the warps that are left, each thread its part.
-template <bool kIsThere>
+// By kLoaders threads, each its part.
+template <int kLoaders, bool kIsThere>
 __device__ __forceinline__ void load_bias(BiasRing<kIsThere>& pieces, const Job& job, const Scores& scores, int thread) {
   if constexpr (kIsThere) {
     constexpr int kQueries = BiasTile::kRows;
@@ -38,12 +38,11 @@ __device__ __forceinline__ void load_bias(BiasRing<kIsThere>& pieces, const Job&
       const attn::Bias<BiasElement> bias(scores, job.sequence, head);
       for (int first = query; first < query + kQueryTile; first += kQueries) {
         ptx::mbarrier_wait(pieces.empty[ring.stage], ring.parity ^ 1);
-        attn::load_bias<kBiasLoaders>(pieces.tiles[ring.stage], pieces.full[ring.stage], bias, first, job.key_begin, job.sequence.len_q,
-                                      job.sequence.len_k, thread);
+        attn::load_bias<kLoaders>(pieces.tiles[ring.stage], pieces.full[ring.stage], bias, first, job.key_begin, job.sequence.len_q,
+                                  job.sequence.len_k, thread);
         ring.advance();
       }
     });
-    ptx::cp_async_wait<0>();  // nobody leaves before his copies are done
   }
 }
 

@@ -34,8 +34,7 @@ struct alignas(16) Statistics {
 };
 using Exponents = attn::Exponents<kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative>;
 
-// The query tiles of some heads, the last ones first: under a mask the tiles that only the first keys see come last, and those that see all
-// come at once, so that blocks which add to dq in the order of their keys do not wait for each other.
+// The query tiles of some heads.
 struct Walk {
   int head_begin, head_end, query_begin, query_end;
 
@@ -46,10 +45,9 @@ struct Walk {
   template <class F>
   __device__ __forceinline__ void for_each(const F& f) const {
     for (int head = head_begin; head < head_end; ++head)
-      for (int query = query_begin + (query_end - query_begin - 1) / kQueryTile * kQueryTile; query >= query_begin; query -= kQueryTile)
-        f(head, query);
+      for (int query = query_begin; query < query_end; query += kQueryTile) f(head, query);
   }
-  __device__ __forceinline__ bool is_last(int head, int query) const { return head + 1 >= head_end && query == query_begin; }
+  __device__ __forceinline__ bool is_last(int head, int query) const { return head + 1 >= head_end && query + kQueryTile >= query_end; }
 };
 
 // What a block does: a key tile of a KV head, and the query tiles that see it.

@@ -118,6 +118,7 @@ __device__ __forceinline__ Work find_work(const Problem& p, int block) {
 // Rows of per-row workspaces (stats, dq_accum): every sequence begins at a multiple of kRowPad, so that the whole tiles of two
 // sequences never overlap, whatever the tile.
 constexpr int kRowPad = 128;
+constexpr int kTurnRows = 64;  // for so many rows of dq there is a counter of who has added to them
 
 __device__ __forceinline__ int64 padded_rows(const Problem& p) {
   const int64 per_batch = static_cast<int64>(ceil_div(p.len_q, kRowPad)) * kRowPad;

@@ -16,6 +16,9 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, const void* src,
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map), "r"(col), "r"(row),
                "r"(head), "r"(batch), "r"(shared_address(src)) : "memory");
 }
+__device__ __forceinline__ void bulk_store(float* dst, const float* src, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(shared_address(src)), "r"(bytes) : "memory");
+}
 // Adds `bytes` of floats; both addresses and the count are multiples of 16.
 __device__ __forceinline__ void bulk_reduce_add(float* dst, const float* src, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst), "r"(shared_address(src)), "r"(bytes)

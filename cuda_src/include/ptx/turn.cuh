@@ -4,19 +4,18 @@
 
 namespace cf::ptx {
 
-// Returns once `turn` others have passed theirs on, or more where sequences overlap, which only garbage offsets do; bulk copies issued behind
-// it see what those did before.
+// Returns once `turn` others have passed theirs on, or more where sequences overlap, which only garbage offsets do. What they did before is
+// then to be seen, by bulk copies behind a fence.
 __device__ __forceinline__ void await_turn(const int* counter, int turn) {
   int now;
   do {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
   } while (now < turn);
-  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
+__device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 // Once this thread's bulk copies are done.
 __device__ __forceinline__ void pass_turn(int* counter) {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-  asm volatile("fence.proxy.async.global;" ::: "memory");
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
