@@ -9,7 +9,10 @@
 //           k(j - 1) while p(j) v(j) is. For double, p passes through shared memory, each warp its own rows.
 // Registers s and out fragments of a warp: kQueryTile / kWarps x (kKeyTile + kHeadDimV) / 32 numbers a lane.
 // Order     key tiles from the last to the first, so that a causal block meets its diagonal first; sums are in a fixed order.
+// Switches  kIsSplit: a block has some of the keys, and its result is one of several that fwd_combine merges. kPacksHeads: a row is
+//           (query, head), all heads of a KV head side by side, so that few queries fill a tile. kIsPaged: keys lie in pages.
 #include "attn/dropout.cuh"
+#include "attn/pages.cuh"
 #include "attn/scores.cuh"
 #include "attn/softmax.cuh"
 #include "tile/load.cuh"
@@ -22,8 +25,10 @@ constexpr int kWarpRows = kQueryTile / kWarps;
 constexpr int kM = kWarpRows / 16;
 static_assert(kQueryTile == kWarps * kM * 16, "a warp owns whole 16-row tiles");
 static_assert(kKeyTile % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0);
+static_assert(!kPacksHeads || kIsSplit, "packed rows leave as partial results");
+static_assert(!kPacksHeads || !(kHasAlibi || kHasBias || kHasDropout), "what depends on the head is not packed");
 
-struct Smem : warp::Passage<Element, kQueryTile, kKeyTile> {  // of p
+struct Smem : warp::Passage<Element, kQueryTile, kKeyTile>, attn::PageRows<kIsPaged, kKeyTile> {  // of p
   tile::Shared<Element, kQueryTile, kHeadDim> q;
   tile::Shared<Element, kKeyTile, kHeadDim> k;
   tile::Shared<Element, kKeyTile, kHeadDimV> v;
@@ -31,7 +36,9 @@ struct Smem : warp::Passage<Element, kQueryTile, kKeyTile> {  // of p
 static_assert(sizeof(Smem) == kSmemBytes, "host arithmetic has drifted");
 
 using Accum = AccumOf<Element>::Type;
+using Result = ChooseOf<kIsSplit, Accum, OutElement>::Type;  // what `out` is written in
 using Switches = attn::Switches<Accum, BiasElement, kIsMasked, kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative, kIsHalf<Element>>;
+using Band = ChooseOf<kPacksHeads, attn::PackedBand<kIsMasked>, attn::Band<kIsMasked>>::Type;
 using SFragment = warp::Fragment<kM, kKeyTile / 8, Accum>;
 using OutFragment = warp::Fragment<kM, kHeadDimV / 8, Accum>;
 
@@ -45,35 +52,54 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
   const Problem& problem = params.problem;
 
   // The longest rows of a causal problem first: the last tile of a head starts before the first.
-  const int block = kIsMasked ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const attn::Work work = attn::find_work<true, kQueryTile>(problem, block);
+  const int split = kIsSplit ? blockIdx.x % params.num_splits : 0;
+  const int block = kIsSplit ? blockIdx.x / params.num_splits : kIsMasked ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const attn::Work work = attn::find_work<true, kQueryTile, kPacksHeads>(problem, block);
   if (work.tile < 0) return;
   const attn::Sequence seq = work.sequence;
-  const int head = work.head;
-  const int query_begin = work.tile * kQueryTile;
-  const int query_end = min_of(query_begin + kQueryTile, seq.len_q);
+  const int head = work.head, group = problem.heads_q / problem.heads_kv, rows_per_query = kPacksHeads ? group : 1;
+  const int kv_head = kPacksHeads ? head : head / group;
+  const int query_begin = work.tile * kQueryTile;  // here and below a row's number, where heads are packed
+  const int query_end = min_of(query_begin + kQueryTile, seq.len_q * rows_per_query);
   if (query_begin >= query_end) return;
 
-  const attn::ScoreMap<Switches> scores(attn::Band<kIsMasked>(problem, seq), params.scores, seq, head);
-  const attn::Range keys = scores.band.keys_of(query_begin, query_end);
-  const int kv_head = head / (problem.heads_q / problem.heads_kv);
-  const Element* q_gmem = attn::rows<Element>(params.q, seq, seq.q_begin, head, query_begin);
-  const int first_tile = keys.begin / kKeyTile;
-  const int end_tile = keys.begin < keys.end ? ceil_div(keys.end, kKeyTile) : first_tile;
-  const int last_key = (end_tile - 1) * kKeyTile;  // where the first tile to be loaded begins
+  attn::ScoreMap<Switches, Band> scores(Band(problem, seq), params.scores, seq, head);
+  int split_begin = 0;
+  if constexpr (kIsSplit) {
+    const int part = params.split_len ? params.split_len : ceil_div(ceil_div(seq.len_k, params.num_splits), kKeyTile) * kKeyTile;
+    split_begin = static_cast<int>(min_of<int64>(static_cast<int64>(split) * part, seq.len_k));
+    scores.band.end_at(split_begin + min_of(part, seq.len_k - split_begin));
+    scores.bias.has_pairs &= split_begin % 2 == 0;
+  }
+  attn::Range keys = scores.band.keys_of(query_begin, query_end);
+  keys.begin = max_of(keys.begin, split_begin);
+  const int first_tile = (keys.begin - split_begin) / kKeyTile;
+  const int end_tile = keys.begin < keys.end ? ceil_div(keys.end - split_begin, kKeyTile) : first_tile;
+  const int last_key = split_begin + (end_tile - 1) * kKeyTile;  // where the first tile to be loaded begins
   cta::RowLoader<kThreads, kCopyBytes, decltype(smem.k)> k_loader(
       attn::rows<Element>(params.k, seq, seq.k_begin, kv_head, last_key), params.k.stride_n, problem.head_dim);
   cta::RowLoader<kThreads, kCopyBytes, decltype(smem.v)> v_loader(
       attn::rows<Element>(params.v, seq, seq.k_begin, kv_head, last_key), params.v.stride_n, problem.head_dim_v);
+  attn::PageFinder<kIsPaged, kThreads, kKeyTile> pages(params, seq, keys);
   // Keys outside the tile's visible range are not even read: a NaN there can reach no row of this block.
-  const auto load_k = [&](int key) {
-    k_loader.load(smem.k, keys.begin - key, keys.end - key);
-    k_loader.advance(-kKeyTile);
+  const auto load_k = [&](int tile) {
+    const int key = split_begin + tile * kKeyTile;
+    if constexpr (kIsPaged) {
+      attn::load_pages<kThreads, kCopyBytes>(smem.k, smem, tile, params.k, kv_head, problem.head_dim);
+    } else {
+      k_loader.load(smem.k, keys.begin - key, keys.end - key);
+      k_loader.advance(-kKeyTile);
+    }
     ptx::cp_async_commit();
   };
-  const auto load_v = [&](int key) {
-    v_loader.load(smem.v, keys.begin - key, keys.end - key);
-    v_loader.advance(-kKeyTile);
+  const auto load_v = [&](int tile) {
+    const int key = split_begin + tile * kKeyTile;
+    if constexpr (kIsPaged) {
+      attn::load_pages<kThreads, kCopyBytes>(smem.v, smem, tile, params.v, kv_head, problem.head_dim_v);
+    } else {
+      v_loader.load(smem.v, keys.begin - key, keys.end - key);
+      v_loader.advance(-kKeyTile);
+    }
     ptx::cp_async_commit();
   };
 
@@ -84,25 +110,38 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
   const Accum fold = params.scores.fold;
 
   if (first_tile < end_tile) {
-    cta::load_rows<kThreads, kCopyBytes>(smem.q, q_gmem, params.q.stride_n, 0, query_end - query_begin, problem.head_dim);
-    load_k(last_key);
+    if constexpr (kPacksHeads) {
+      cta::gather_rows<kThreads, kCopyBytes>(smem.q, query_end - query_begin, problem.head_dim, [&](int row) {
+        return attn::rows<Element>(params.q, seq, seq.q_begin, head * group + (query_begin + row) % group, (query_begin + row) / group);
+      });
+    } else {
+      const Element* q_gmem = attn::rows<Element>(params.q, seq, seq.q_begin, head, query_begin);
+      cta::load_rows<kThreads, kCopyBytes>(smem.q, q_gmem, params.q.stride_n, 0, query_end - query_begin, problem.head_dim);
+    }
+    pages.find(last_key);
+    pages.publish(smem, end_tile - 1);
+    if constexpr (kIsPaged) __syncthreads();
+    load_k(end_tile - 1);
   }
   for (int tile = end_tile - 1; tile >= first_tile; --tile) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // k(tile) is there for everyone, and everyone is done with v(tile + 1)
-    const int key = tile * kKeyTile;
-    load_v(key);
+    const int key = split_begin + tile * kKeyTile;
+    load_v(tile);
+    pages.find(key - kKeyTile);  // on its way during the product
 
     SFragment s;
     s.zero();
     warp::matmul<warp::Major::K, warp::Major::K, kHeadDim>(s, smem.q, warp_row, smem.k, 0);
 
+    pages.publish(smem, tile - 1);
     ptx::cp_async_wait<0>();
     __syncthreads();  // v(tile) is there, and everyone is done with k(tile)
-    if (tile > first_tile) load_k(key - kKeyTile);
+    if (tile > first_tile) load_k(tile - 1);
 
     const int query = query_begin + warp_row;
     scores.apply(s, query, key, static_cast<SFragment*>(nullptr));
+    if constexpr (kIsPaged) attn::hide_dead(s, smem, tile);
     softmax.update(s, out, fold);
     if constexpr (kHasDropout) {  // the LSE is of the undropped row
       const attn::Dropout dropout(params.scores, problem, seq, head);
@@ -113,18 +152,19 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
   }
 
   const int rows = query_end - query_begin - warp_row;
-  const bool has_sink = params.scores.sink && !seq.is_slack;
+  const bool has_sink = params.scores.sink && !seq.is_slack && split == 0;
   const Accum unit = params.scores.fold * kLn2;
-  const Accum sink = has_sink ? static_cast<const Accum*>(params.scores.sink)[head] : Accum(0);
-  Accum* lse = static_cast<Accum*>(params.lse.data) + seq.batch * params.lse.stride_b + head * params.lse.stride_h +
-               seq.q_begin + query_begin + warp_row;
+  const Accum* const sinks = static_cast<const Accum*>(params.scores.sink) + head * rows_per_query;
+  Accum* lse = static_cast<Accum*>(params.lse.data) + split * params.lse_stride_split + seq.batch * params.lse.stride_b +
+               head * params.lse.stride_h + seq.q_begin * rows_per_query + query_begin + warp_row;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       Accum factor;
-      const Accum row_lse = softmax.finish(m, half, unit, has_sink, sink, factor);
       const int row = 16 * m + warp::fragment_row(2 * half);
+      const Accum sink = has_sink ? sinks[kPacksHeads ? (query_begin + warp_row + row) % group : 0] : Accum(0);
+      const Accum row_lse = softmax.finish(m, half, unit, has_sink, sink, factor);
       if (row < rows && warp::lane() % 4 == 0) lse[row] = row_lse;
       const bool is_empty = factor == 0;  // selected, not multiplied: zero even where v holds a NaN
       if constexpr (kHasDropout) factor *= Accum(params.scores.keep_scale);
@@ -133,6 +173,7 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) out.x[m][n][i] = is_empty ? Accum(0) : out.x[m][n][i] * factor;
     }
-  OutElement* out_gmem = attn::rows<OutElement>(params.out, seq, seq.q_begin, head, query_begin + warp_row);
-  warp::store_global<OutElement, kCopyBytes, false>(out_gmem, params.out.stride_n, rows, problem.head_dim_v, out);
+  Result* out_gmem = attn::rows<Result>(params.out, seq, seq.q_begin * rows_per_query, head, query_begin + warp_row) +
+                     split * params.out_stride_split;
+  warp::store_global<Result, kCopyBytes, false>(out_gmem, params.out.stride_n, rows, problem.head_dim_v, out);
 }

@@ -38,6 +38,7 @@ AXES = {
     "bhsd": ("B Hq Nq {}", "B Hkv Nk {}", "B Hq Nq"),
     "thd": ("Tq Hq {}", "Tk Hkv {}", "Hq Tq"),
 }
+FEW_QUERIES = 16  # of a forward whose keys are split, or it would not fill a GPU
 _POOLS = {"bshd": "pages page_size Hkv {}", "bhsd": "pages Hkv page_size {}", "thd": "pages page_size Hkv {}"}
 _QUERY_ROWS = {"q": "D", "out": "Dv", "dout": "Dv", "dq": "D"}
 _KEY_ROWS = {"k": "D", "v": "Dv", "dk": "D", "dv": "Dv"}
@@ -640,6 +641,18 @@ def _describe(
     typical_q = len_q if max_seqlen_q is None or not is_packed else max_seqlen_q
     typical_k = len_k if max_seqlen_k is None or not is_packed else max_seqlen_k
     is_masked = bool(attention.causal) or attention.window is not None
+    features = Features(
+        softcap=attention.softcap is not None,
+        small_softcap=attention.softcap is not None and attention.softcap <= SMALL_SOFTCAP,
+        alibi="alibi_slopes" in arrays,
+        bias="bias" in arrays,
+        dropout=attention.dropout_p > 0,
+        negative_scale=_scale(attention, sizes["D"]) < 0,
+    )
+    size_class = _size_class(typical_k)
+    if not backward and typical_q <= FEW_QUERIES and (size_class != "short" or "block_table" in arrays):
+        group = 1 if features.differ_by_head else sizes["Hq"] // sizes["Hkv"]
+        size_class = _few_rows(typical_q * group)
     # Options of the other direction only are left out, so that no backend refuses a call for what it will not do.
     return Spec(
         dtype=arrays["q"].dtype,
@@ -648,14 +661,7 @@ def _describe(
         head_dim=sizes["D"],
         head_dim_v=sizes["Dv"],
         mask=Mask.BAND if is_masked else Mask.NONE,
-        features=Features(
-            softcap=attention.softcap is not None,
-            small_softcap=attention.softcap is not None and attention.softcap <= SMALL_SOFTCAP,
-            alibi="alibi_slopes" in arrays,
-            bias="bias" in arrays,
-            dropout=attention.dropout_p > 0,
-            negative_scale=_scale(attention, sizes["D"]) < 0,
-        ),
+        features=features,
         packed=is_packed,
         paged="block_table" in arrays,
         out_dtype=dtypes.out,
@@ -669,14 +675,19 @@ def _describe(
         allow_tf32=attention.allow_tf32,
         align=_alignment(arrays, outputs),
         has_boxes=_has_boxes(arrays),
-        size_class=_size_class(typical_q, typical_k),
+        size_class=size_class,
     )
 
 
-def _size_class(len_q: int, len_k: int) -> str:
+def _size_class(len_k: int) -> str:
     if len_k <= 1024:
         return "short" if len_k <= 256 else "few keys"
-    return "few queries" if len_q <= 16 else "normal"
+    return "normal"
+
+
+def _few_rows(rows: int) -> str:
+    """The class of a forward of few queries, by the rows of one KV head."""
+    return "16 rows" if rows <= 16 else "32 rows" if rows <= 32 else "64 rows"
 
 
 def _dbias_dtype(arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) -> str | None:

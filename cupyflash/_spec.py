@@ -66,6 +66,11 @@ class Features:
     dropout: bool = False
     negative_scale: bool = False
 
+    @property
+    def differ_by_head(self) -> bool:
+        """Whether scores of one query change in another way for each head."""
+        return self.alibi or self.bias or self.dropout
+
 
 @dataclass(frozen=True, slots=True)
 class Spec:
@@ -91,7 +96,7 @@ class Spec:
     allow_tf32: bool
     align: int  # bytes, at most 16: every pointer and outer stride is a multiple of it
     has_boxes: bool  # the copy engine can walk every array of rows
-    size_class: str  # "short" (len_k <= 256), "few keys" (<= 1024), "few queries" (len_q <= 16), "normal"
+    size_class: str  # "short" (len_k <= 256), "few keys" (<= 1024), "normal"; forward: "16 rows", "32 rows", "64 rows"
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ def warmup(*plans: Any) -> None:
         if isinstance(plan, BackwardPlan):
             kernels += [part for part in plan if part is not None]
         elif isinstance(plan, Plan):
-            kernels.append(plan)
+            kernels += [part for part in (plan, plan.combine) if part is not None]
         elif not isinstance(plan, NumpyPlan):
             given, accepted = f"is of type {type(plan).__name__}", "plans are accepted, as `Attention.plan` returns"
             raise TypeError(refusal("warmup", f"plans[{number}]", given, accepted))

@@ -10,7 +10,7 @@ import pytest
 
 import cupyflash as cf
 from cupyflash._cuda import tiles
-from cupyflash._cuda.constants import HEAD_DIMS, BwdGeneric, BwdSm90
+from cupyflash._cuda.constants import HEAD_DIMS, BwdGeneric
 from cupyflash._cuda.device import KNOWN, Device
 from cupyflash._cuda.plan import backward as plan_backward
 from cupyflash._cuda.plan import forward as plan_forward

@@ -65,10 +65,33 @@ struct FwdParams {
   Problem problem;
   Scores scores;
   Tensor q;                     // [B, Nq, Hq, D]
-  Tensor k;                     // [B, Nk, Hkv, D]
-  Tensor v;                     // [B, Nk, Hkv, Dv]
+  Tensor k;                     // [B, Nk, Hkv, D]; in pages [pages, page_size, Hkv, D]
+  Tensor v;                     // likewise
+  Tensor out;                   // [B, Nq, Hq, Dv]; where keys are split, of each split [B, rows, H, Dv], rows and heads as they are packed
+  Tensor lse;                   // [B, Hq, Nq] Accum; likewise [B, H, rows]
+  const int* block_table;       // [B, max_pages]; null: not in pages
+  int64 table_stride;
+  int64 out_stride_split;
+  int64 lse_stride_split;
+  int page_size;
+  int pages;
+  int num_splits;               // 1: all keys are one split
+  int split_len;                // keys of each; 0: a sequence's live keys in equal parts of whole tiles
+};
+
+struct FwdCombineParams {
+  Tensor partial_out;           // of each split [B, rows, H, Dv] Accum
+  Tensor partial_lse;           // of each split [B, H, rows] Accum
   Tensor out;                   // [B, Nq, Hq, Dv]
   Tensor lse;                   // [B, Hq, Nq] Accum
+  int64 out_stride_split;
+  int64 lse_stride_split;
+  int num_splits;
+  int group;                    // heads that a row of partial results may be of
+  int rows;                     // of a head of those
+  int heads;
+  int head_dim_v;
+  int padding;
 };
 
 // What the copy engine knows of a [B, N, H, D] array and of the boxes that it moves; made by cuTensorMapEncodeTiled.

@@ -59,6 +59,11 @@ __device__ __forceinline__ float unpack(uint32 pair, int i) {
   else return __half2float(__ushort_as_half(static_cast<unsigned short>(i ? pair >> 16 : pair)));
 }
 
+template <bool kIsFirst, class A, class B>
+struct ChooseOf { using Type = A; };
+template <class A, class B>
+struct ChooseOf<false, A, B> { using Type = B; };
+
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 template <class T>

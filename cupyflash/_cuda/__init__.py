@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _L2_BYTES = 8 * 2**20  # of keys and values at a time: what L2 keeps of those before and after as well
 _ALIGN = 256  # bytes, of each part of a workspace
+_ROUNDS, _LEAST_TILES = 3, 2  # of blocks where keys are split: how often they fill the GPU, and the key tiles of each
 
 
 def plan(spec: Spec, call: Call, *, backward: bool, override: object | None = None) -> Any:
@@ -57,11 +58,13 @@ def plan(spec: Spec, call: Call, *, backward: bool, override: object | None = No
 def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric | FwdSm90]) -> Work:
     """To write out and lse."""
     c = plan.constants
-    blocks = _blocks(call, call.len_q, c.query_tile, spec.heads_q)
-    shared = (*problem(spec, call, c.query_tile, c.key_tile), *scores(spec, call))
-    written = (*rows(call.out), *per_row(call.lse))
     schedule = Schedule(call.device)
-    if isinstance(c, FwdSm90):
+    if isinstance(c, FwdGeneric):
+        _forward_generic(schedule, spec, call, plan)
+    else:
+        blocks = _blocks(call, call.len_q, c.query_tile, spec.heads_q)
+        shared = (*problem(spec, call, c.query_tile, c.key_tile), *scores(spec, call))
+        written = (*rows(call.out), *per_row(call.lse))
         refuse_blocks(plan, blocks)
         boxes: list[int] = []
         for view, box_rows in (
@@ -76,9 +79,58 @@ def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric | FwdSm90]) -> Work:
         staying, singles = _grid(spec, blocks, _device.of(call.device).sm_count)
         order = *_order(spec, call, tiles, blocks, staying), staying
         schedule.launch(plan, staying + singles, (*boxes, *shared, *written, blocks, *order))
-    else:
-        schedule.launch(plan, blocks, (*shared, *rows(call.q), *rows(call.k), *rows(call.v), *written))
     return schedule
+
+
+def _forward_generic(schedule: Schedule, spec: Spec, call: Call, plan: Plan[FwdGeneric]) -> None:
+    c, combine = plan.constants, plan.combine
+    group = spec.heads_q // spec.heads_kv if c.packs_heads else 1
+    heads, row_blocks = spec.heads_q // group, _row_blocks(spec, call, c)
+    num_splits, split_len = _splits(call, plan, row_blocks)
+    results, strides = (*rows(call.out), *per_row(call.lse)), (0, 0)
+    written = results
+    if combine is not None:  # of each split out [B, rows, H, Dv] and lse [B, H, rows], a head's rows side by side
+        num_rows, dim = call.len_q * group, _partial_dim(spec)
+        lse_strides = heads * num_rows, num_rows
+        strides = _sequences(call) * heads * num_rows * dim, _sequences(call) * heads * num_rows
+        at, size = Blank("workspace"), ITEM_BYTES[accum_of(spec.dtype)]
+        partial_out = at, lse_strides[0] * dim, dim, lse_strides[1] * dim
+        written = (*partial_out, at + _aligned(num_splits * strides[0] * size), lse_strides[0], 1, lse_strides[1])
+    table, pool = call.block_table, _given(call.k).shape
+    pages = (0, 0) if table is None else (table.ptr, table.strides[0])
+    page_sizes = (0, 0) if table is None else (pool[1], pool[0])
+    where = problem(spec, call, c.query_tile, c.key_tile, group)
+    arrays = (*rows(call.q), *rows(call.k), *rows(call.v), *written)
+    split = (*pages, *strides, *page_sizes, num_splits, split_len)
+    schedule.launch(plan, row_blocks * num_splits, (*where, *scores(spec, call), *arrays, *split))
+    if combine is not None:
+        sizes = num_splits, group, call.len_q * group, heads, spec.head_dim_v, 0
+        blocks = _sequences(call) * heads * call.len_q * group
+        schedule.launch(combine, blocks, (*written, *results, *strides, *sizes))
+
+
+def _row_blocks(spec: Spec, call: Call, c: FwdGeneric) -> int:
+    """Blocks of one split."""
+    group = spec.heads_q // spec.heads_kv if c.packs_heads else 1
+    return _blocks(call, call.len_q * group, c.query_tile, spec.heads_q // group)
+
+
+def _partial_dim(spec: Spec) -> int:
+    """Numbers from row to row of partial results: whole 16 bytes, as all rows are aligned."""
+    return -(-spec.head_dim_v // 4) * 4
+
+
+def _splits(call: Call, plan: Plan[FwdGeneric], row_blocks: int) -> tuple[int, int]:
+    """How many parts the keys have, and the length of each if it is given."""
+    c = plan.constants
+    if not c.is_split:
+        return 1, 0
+    if call.split_len is not None:
+        return max(-(-call.len_k // call.split_len), 1), min(call.split_len, _plan.MAX_LENGTH)
+    if call.num_splits:
+        return call.num_splits, 0
+    wanted = -(-_ROUNDS * _device.of(call.device).sm_count * c.blocks_per_sm // max(row_blocks, 1))
+    return max(min(wanted, call.len_k // (_LEAST_TILES * c.key_tile)), 1), 0
 
 
 def _grid(spec: Spec, tiles: int, sm_count: int) -> tuple[int, int]:
@@ -106,19 +158,22 @@ def _order(spec: Spec, call: Call, tiles: int, blocks: int, grid: int) -> tuple[
 
 
 def workspace_bytes(spec: Spec, call: Call, *, backward: bool) -> int:
-    """Bytes beyond the results: of a backward, what `_workspace_parts` names."""
-    if not backward:
-        return 0
+    """Bytes beyond the results: of a backward what `_workspace_parts` names, of a forward partial results."""
     # Where arrays lie changes no size: it is for the best plan, and for arrays that the copy engine cannot walk.
-    device = _device.of(call.device)
-    plans = [_plan.backward(replace(spec, align=16, has_boxes=boxes), device) for boxes in (True, False)]
+    device, choose = _device.of(call.device), _plan.backward if backward else _plan.forward
+    plans = [choose(replace(spec, align=16, has_boxes=boxes), device) for boxes in (True, False)]
     return max(plan_bytes(spec, call, plan) for plan in plans)
 
 
 def plan_bytes(spec: Spec, call: Call, plan: Plan[Any] | BackwardPlan) -> int:
     """What a call by this plan uses of its workspace."""
     if not isinstance(plan, BackwardPlan):
-        return 0
+        if plan.combine is None:
+            return 0
+        num_splits, _ = _splits(call, plan, _row_blocks(spec, call, plan.constants))
+        numbers = num_splits * _sequences(call) * spec.heads_q * call.len_q
+        size = ITEM_BYTES[accum_of(spec.dtype)]
+        return _aligned(numbers * _partial_dim(spec) * size) + _aligned(numbers * size)
     return sum(_aligned(size) for size in _workspace_parts(spec, call, plan))
 
 
@@ -307,8 +362,12 @@ def _preprocess_values(
 
 
 def _blocks(call: Call, length: int, tile: int, heads: int) -> int:
-    sequences = call.batch if call.cu_seqlens_q is None else 1
-    return tiles_of(length, tile, call) * heads * sequences if length else 0
+    return tiles_of(length, tile, call) * heads * _sequences(call) if length else 0
+
+
+def _sequences(call: Call) -> int:
+    """Along the batch axis: packed ones share one place there."""
+    return call.batch if call.cu_seqlens_q is None else 1
 
 
 Parts = tuple[int, int, int, int, int]  # of a workspace
@@ -320,8 +379,7 @@ def _workspace_parts(spec: Spec, call: Call, plan: BackwardPlan) -> Parts:
     padded = -(-call.len_q // ROW_PAD) * ROW_PAD
     padded_rows = padded * call.batch if call.cu_seqlens_q is None else padded + call.batch * ROW_PAD
     per_head = spec.heads_q * padded_rows
-    sequences = call.batch if call.cu_seqlens_q is None else 1
-    rounded = sequences * call.len_q * spec.heads_q * _rounded_cols(spec) * ITEM_BYTES[spec.dtype]
+    rounded = _sequences(call) * call.len_q * spec.heads_q * _rounded_cols(spec) * ITEM_BYTES[spec.dtype]
     return (
         2 * accum * per_head,
         accum * per_head * plan.main.constants.head_dim if plan.sums_dq else 0,

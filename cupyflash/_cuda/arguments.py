@@ -38,7 +38,8 @@ def tiles_of(length: int, tile: int, call: Call) -> int:
     return whole if call.cu_seqlens_q is None else whole + call.batch + 2
 
 
-def problem(spec: Spec, call: Call, query_tile: int, key_tile: int) -> tuple[Any, ...]:
+def problem(spec: Spec, call: Call, query_tile: int, key_tile: int, group: int = 1) -> tuple[Any, ...]:
+    """`group`: rows of a query, where a tile has several heads'."""
     q_start, k_start = call.q_start, call.k_start
     return (
         pointer(call.cu_seqlens_q),
@@ -57,7 +58,7 @@ def problem(spec: Spec, call: Call, query_tile: int, key_tile: int) -> tuple[Any
         spec.heads_kv,
         spec.head_dim,
         spec.head_dim_v,
-        tiles_of(call.len_q, query_tile, call),
+        tiles_of(call.len_q * group, query_tile, call),
         tiles_of(call.len_k, key_tile, call),
         _is_64(call.cu_seqlens_q),
         _is_64(call.cu_seqlens_k),

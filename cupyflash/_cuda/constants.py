@@ -53,14 +53,18 @@ class FwdGeneric(_Scores):
     """`fwd_generic.cu`."""
 
     out_element: str
+    packs_heads: bool  # rows are (query, head): all heads of a KV head in one tile
+    is_split: bool  # over blocks, whose partial results fwd_combine merges
+    is_paged: bool
     blocks_per_sm: int
 
     @property
     def smem_bytes(self) -> int:
         item = ITEM_BYTES[self.element]
+        page_rows = -(-2 * 8 * self.key_tile // 128) * 128 if self.is_paged else 0
         tiles = self.query_tile * self.head_dim + self.key_tile * (self.head_dim + self.head_dim_v)
         probabilities = self.query_tile * self.key_tile if item == 8 else 0  # else P stays in registers
-        return item * (tiles + probabilities)
+        return item * (tiles + probabilities) + page_rows
 
 
 def _statistics_bytes(rows: int) -> int:
@@ -92,6 +96,20 @@ class FwdSm90(_Scores):
     def passes_out(self) -> bool:
         """Whether `out` leaves through shared memory, in boxes."""
         return self.out_element == self.element and self.head_dim_v <= 128
+
+
+@dataclass(frozen=True, slots=True)
+class FwdCombine:
+    """`fwd_combine.cu`."""
+
+    accum_element: str
+    out_element: str
+    head_dim_v: int
+    warps: int = 8
+
+    @property
+    def smem_bytes(self) -> int:
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +307,7 @@ class MergeStatesBwd(_Merges):
 KERNELS: dict[type, str] = {
     FwdGeneric: "fwd_generic",
     FwdSm90: "fwd_sm90",
+    FwdCombine: "fwd_combine",
     BwdPreprocess: "bwd_preprocess",
     BwdGeneric: "bwd_generic",
     BwdSm90: "bwd_sm90",
@@ -303,6 +322,7 @@ KERNELS: dict[type, str] = {
 Constants = (
     FwdGeneric
     | FwdSm90
+    | FwdCombine
     | BwdPreprocess
     | BwdGeneric
     | BwdSm90

@@ -31,6 +31,7 @@ from .constants import (
     BwdPreprocess,
     BwdSm90,
     Constants,
+    FwdCombine,
     FwdGeneric,
     FwdSm90,
     accum_of,
@@ -91,11 +92,22 @@ class Plan(Generic[C]):
     def smem_bytes(self) -> int:
         return self.constants.smem_bytes
 
+    @property
+    def combine(self) -> Plan[FwdCombine] | None:
+        """The kernel that merges partial results, if this one leaves some."""
+        c = self.constants
+        if not isinstance(c, FwdGeneric) or not c.is_split:
+            return None
+        return Plan(
+            FwdCombine(accum_of(c.element), c.out_element, c.head_dim_v), self.arch, "out and lse of all splits"
+        )
+
     def __str__(self) -> str:
         c = self.constants
         values = ", ".join(f"{f.name}={getattr(c, f.name)}" for f in fields(c))
         size = f"{self.threads} threads, {self.smem_bytes} bytes of shared memory"
-        return f"{self.kernel} for {self.target}: {size}\n  {values}\n  {self.why}"
+        text = f"{self.kernel} for {self.target}: {size}\n  {values}\n  {self.why}"
+        return text if self.combine is None else f"{text}\n{self.combine}"
 
 
 class BackwardPlan(NamedTuple):
@@ -137,8 +149,6 @@ def refuse(spec: Spec) -> None:
     reasons = (
         (spec.head_dim > MAX_HEAD_DIM, "q", f"has head_dim {spec.head_dim}", narrower),
         (spec.head_dim_v > MAX_HEAD_DIM, "v", f"has head_dim {spec.head_dim_v}", narrower),
-        (spec.paged, "block_table", "is given", f"no CUDA kernel reads pages yet; {_CPU}"),
-        (spec.split, "num_splits` or `split_len", "is given", f"no CUDA kernel splits keys yet; {_CPU}"),
     )
     for applies, argument, given, accepted in reasons:
         if applies:
@@ -223,6 +233,10 @@ def why_not_sm90(spec: Spec) -> str | None:
         return f"wgmma multiplies 16-bit types, not {spec.dtype}"
     if spec.align < 16:
         return f"an array is aligned to {spec.align} bytes, and the copy engine needs 16"
+    if spec.paged:
+        return "keys lie in pages, which the copy engine cannot follow"
+    if spec.split:
+        return "keys are split, and merging is fwd_generic's"
     if not spec.has_boxes:
         return "an array is empty or has a negative stride, which the copy engine cannot walk"
     return None
@@ -237,19 +251,26 @@ def _is_bounded(spec: Spec) -> bool:
 def legal_forward(spec: Spec, device: Device) -> Iterator[Plan[Any]]:
     """Candidates of the forward, best first: `fwd_sm90` where it can serve, then `fwd_generic`."""
     note = ""
+    features = spec.features
+    own: dict[str, Any] = {"out_element": spec.out_dtype, "is_paged": spec.paged}
+    if spec.size_class in tiles.FWD_FEW:
+        rows = _rows(tiles.FWD_FEW[spec.size_class], spec)
+        packed = {"packs_heads": not features.differ_by_head, "is_split": True}
+        yield from _fitting(FwdGeneric, rows, spec, device, "; of few queries, whose keys are split", **own, **packed)
     if device.arch == 90:
         why_not = why_not_sm90(spec)
         if why_not is None:
             dim, dim_v = (next(n for n in SM90_HEAD_DIMS if real <= n) for real in (spec.head_dim, spec.head_dim_v))
             sizes: dict[str, Any] = {"head_dim": dim, "head_dim_v": dim_v, "out_element": spec.out_dtype}
             sizes["is_bounded"] = _is_bounded(spec)
-            if spec.size_class != "normal":
+            if spec.size_class in ("short", "few keys"):
                 rows = tiles.FWD_SM90_SMALL.get(max(dim, dim_v), [])
                 yield from _fitting(FwdSm90, rows, spec, device, "; of few keys or queries", **sizes)
             yield from _fitting(FwdSm90, tiles.FWD_SM90[max(dim, dim_v)], spec, device, **sizes)
         else:
             note = f"; not fwd_sm90: {why_not}"
-    yield from _fitting(FwdGeneric, _rows(tiles.FWD, spec), spec, device, note, out_element=spec.out_dtype)
+    unpacked = {"packs_heads": False, "is_split": spec.split}
+    yield from _fitting(FwdGeneric, _rows(tiles.FWD, spec), spec, device, note, **own, **unpacked)
 
 
 Gradients = tuple[Plan[Any], Plan[Any] | None]  # the main kernel, and dq's if it has one

@@ -78,6 +78,10 @@ class BwdTile(NamedTuple):
     room: Room = Room.ANY
 
 
+def _few(narrow: FwdTile, wide: FwdTile) -> dict[int, list[FwdTile]]:
+    return {dim: [narrow if dim <= 128 else wide] for dim in (32, 64, 96, 128, 192, 256)}
+
+
 # Swept on an H200 (CUDA 13.0, 2026-11-29), bfloat16, N = 4,096, B N = 16,384, H D = 2,048. Beside a row stand the times
 # of FlashAttention-2 (torch 2.11) over ours, full and causal. Later rows are for less shared memory, unmeasured.
 # What a comment compares a row with was partly measured on the kernels just before, which were 3 to 10 % slower.
@@ -107,6 +111,25 @@ FWD: dict[int, dict[int, list[FwdTile]]] = {
         128: [FwdTile(32, 16, 2, 1)],
         192: [FwdTile(16, 16, 1, 1)],
         256: [FwdTile(16, 16, 1, 1)],
+    },
+}
+# The same for few queries, by the rows of a KV head: small blocks, of which several share a multiprocessor, so that copies of some are under way
+# while others multiply.
+FWD_FEW: dict[str, dict[int, dict[int, list[FwdTile]]]] = {
+    "16 rows": {
+        2: _few(FwdTile(16, 64, 1, 6), FwdTile(16, 64, 1, 3)),
+        4: _few(FwdTile(16, 32, 1, 6), FwdTile(16, 32, 1, 3)),
+        8: _few(FwdTile(16, 16, 1, 6), FwdTile(16, 16, 1, 3)),
+    },
+    "32 rows": {
+        2: _few(FwdTile(32, 64, 2, 4), FwdTile(32, 64, 2, 2)),
+        4: _few(FwdTile(32, 32, 2, 4), FwdTile(32, 32, 2, 2)),
+        8: _few(FwdTile(16, 16, 1, 6), FwdTile(16, 16, 1, 3)),
+    },
+    "64 rows": {
+        2: _few(FwdTile(64, 64, 4, 3), FwdTile(64, 64, 4, 1)),
+        4: _few(FwdTile(64, 32, 4, 2), FwdTile(64, 32, 4, 1)),
+        8: _few(FwdTile(16, 16, 1, 6), FwdTile(16, 16, 1, 3)),
     },
 }
 # The same for fwd_sm90, by the larger of the head dims alone. What it holds of scores, out and P fills the registers.

@@ -43,6 +43,9 @@ struct Band {
     return band;
   }
 
+  // Of keys from here on none is seen.
+  __device__ __forceinline__ void end_at(int key) { len_k = min_of(len_k, key); }
+
   // Keys that some query of [begin, end) sees.
   __device__ __forceinline__ Range keys_of(int begin, int end) const {
     if (begin >= end) return {0, 0};
@@ -70,6 +73,29 @@ struct Band {
     if constexpr (!kIsMasked) return {0, len_k};
     const int begin = max_of(0, q + low);
     return {begin, max_of(begin, min_of(len_k, q + high + 1))};
+  }
+};
+
+// The same of rows that are (query, head of a group), the heads of a query side by side.
+template <bool kIsMasked>
+struct PackedBand : Band<kIsMasked> {
+  int group;
+
+  __device__ __forceinline__ PackedBand(const Problem& p, const Sequence& s) : Band<kIsMasked>(p, s), group(p.heads_q / p.heads_kv) {
+    this->len_q *= group;
+  }
+  __device__ __forceinline__ Range keys_of(int begin, int end) const {
+    if (begin >= end) return {0, 0};
+    return Band<kIsMasked>::keys_of(begin / group, (end - 1) / group + 1);
+  }
+  __device__ __forceinline__ bool is_full(int row, int rows, int k, int keys) const {
+    if (k + keys > this->len_k || row + rows > this->len_q) return false;
+    if constexpr (!kIsMasked) return true;
+    return k >= (row + rows - 1) / group + this->low && k + keys - 1 <= row / group + this->high;
+  }
+  __device__ __forceinline__ Range keys_of(int row) const {
+    if (row >= this->len_q) return {0, 0};
+    return Band<kIsMasked>::keys_of(row / group);
   }
 };
 

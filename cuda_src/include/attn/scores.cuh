@@ -22,17 +22,17 @@ struct Switches {
   static constexpr bool kIsRaw = !kHasSoftcap && !kHasAlibi && !kHasBias;
 };
 
-// One head's scores.
-template <class S>
+// One head's scores, or with a PackedBand those of a group's heads, where nothing but the band tells heads apart.
+template <class S, class Band_ = Band<S::kIsMasked>>
 struct ScoreMap {
   using T = typename S::T;
   using Element = typename S::BiasElement;
-  Band<S::kIsMasked> band;
+  Band_ band;
   T scale, softcap, softcap_scale, slope;
   Bias<Element> bias;
   int shift;
 
-  __device__ __forceinline__ ScoreMap(const Band<S::kIsMasked>& band, const Scores& p, const Sequence& s, int head)
+  __device__ __forceinline__ ScoreMap(const Band_& band, const Scores& p, const Sequence& s, int head)
       : band(band), scale(p.scale), softcap(p.softcap), softcap_scale(p.softcap_scale), slope(0), bias(p, s, head), shift(s.shift) {
     if (S::kHasAlibi && !s.is_slack)
       slope = static_cast<const T*>(p.alibi_slopes)[s.index * p.alibi_stride_b + head * p.alibi_stride_h];

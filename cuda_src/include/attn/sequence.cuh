@@ -45,7 +45,8 @@ __device__ __forceinline__ Sequence packed_sequence(const Problem& p, int index)
   const auto q_bound = [&](int i) {
     return i < 0 ? 0 : i > p.batch ? p.len_q : read_offset(p.cu_seqlens_q, p.is_cu_seqlens_q_64, i, p.len_q);
   };
-  const auto k_bound = [&](int i) {
+  const auto k_bound = [&](int i) {  // in pages every sequence has as many as its table names
+    if (!p.cu_seqlens_k) return i <= row ? 0 : p.len_k;
     return i < 0 ? 0 : i > p.batch ? p.len_k : read_offset(p.cu_seqlens_k, p.is_cu_seqlens_k_64, i, p.len_k);
   };
   s.q_begin = q_bound(row);
@@ -73,12 +74,12 @@ struct Work {
   int tile;       // within the sequence; negative: nothing to do
 };
 
-// Block number to (sequence, head, tile). kQueries: tiles of queries, else of keys. Packed tiles are found by a scan of the
-// offsets, 32 sequences at a time, the same in every warp.
-template <bool kQueries, int kTile>
+// Block number to (sequence, head, tile). kQueries: tiles of queries, else of keys. kPacksHeads: of rows that are (query, head of a group);
+// then the head is a KV head. Packed tiles are found by a scan of the offsets, 32 sequences at a time, the same in every warp.
+template <bool kQueries, int kTile, bool kPacksHeads = false>
 __device__ __forceinline__ Work find_work(const Problem& p, int block) {
   const int tiles = kQueries ? p.tiles_q : p.tiles_k;
-  const int heads = kQueries ? p.heads_q : p.heads_kv;
+  const int heads = kQueries && !kPacksHeads ? p.heads_q : p.heads_kv, group = kPacksHeads ? p.heads_q / p.heads_kv : 1;
   Work w;
   w.head = block / tiles % heads;
   w.tile = block % tiles;
@@ -92,7 +93,7 @@ __device__ __forceinline__ Work find_work(const Problem& p, int block) {
     int count = 0;
     if (base + lane < p.batch + 2) {
       const Sequence s = packed_sequence(p, base + lane);
-      count = ceil_div(kQueries ? s.len_q : s.all_k, kTile);
+      count = ceil_div(kQueries ? s.len_q * group : s.all_k, kTile);
     }
     int upto = count;
 #pragma unroll

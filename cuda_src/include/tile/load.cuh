@@ -5,6 +5,21 @@
 
 namespace cf::cta {
 
+// 16 bytes into shared memory, of which the first `valid` elements are read and the others become zeros.
+template <int kCopyBytes, class T>
+__device__ __forceinline__ void copy_chunk(T* dst, const T* src, int valid) {
+  constexpr int kChunk = 16 / sizeof(T);
+  if constexpr (kCopyBytes >= 4) {
+    constexpr int kPart = kCopyBytes / sizeof(T);
+#pragma unroll
+    for (int at = 0; at < kChunk; at += kPart)
+      ptx::cp_async<kCopyBytes>(ptx::shared_address(dst + at), src + at, clamp(valid - at, 0, kPart) * static_cast<int>(sizeof(T)));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) dst[i] = i < valid ? src[i] : convert<T>(0.0f);
+  }
+}
+
 // One thread's share of copying tiles of a strided array. What does not change from tile to tile is computed once.
 // kCopyBytes: what every row's address is a multiple of, 16 at best. Below 4 bytes there is no asynchronous copy.
 template <int kThreads, int kCopyBytes, class Tile>
@@ -45,17 +60,7 @@ class RowLoader {
       }
 #pragma unroll 1
       for (int row = first_row; row < Tile::kRows; row += kRowStep, from += kRowStep * stride) {
-        const int valid = row >= begin && row < end ? in_row : 0;
-        T* dst = tile.at(row, col);
-        if constexpr (kCopyBytes >= 4) {
-          constexpr int kPart = kCopyBytes / sizeof(T);
-#pragma unroll
-          for (int at = 0; at < Tile::kChunk; at += kPart)
-            ptx::cp_async<kCopyBytes>(ptx::shared_address(dst + at), from + at, clamp(valid - at, 0, kPart) * static_cast<int>(sizeof(T)));
-        } else {
-#pragma unroll
-          for (int i = 0; i < Tile::kChunk; ++i) dst[i] = i < valid ? from[i] : convert<T>(0.0f);
-        }
+        copy_chunk<kCopyBytes>(tile.at(row, col), from, row >= begin && row < end ? in_row : 0);
       }
     }
   }
@@ -65,6 +70,16 @@ class RowLoader {
 template <int kThreads, int kCopyBytes, class Tile>
 __device__ __forceinline__ void load_rows(Tile& tile, const typename Tile::Type* rows, int64 stride, int begin, int end, int cols) {
   RowLoader<kThreads, kCopyBytes, Tile>(rows, stride, cols).load(tile, begin, end);
+}
+
+// A tile whose rows lie anywhere: `row_at` says where. Rows from `count` on become zeros.
+template <int kThreads, int kCopyBytes, class Tile, class F>
+__device__ __forceinline__ void gather_rows(Tile& tile, int count, int cols, const F& row_at) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Tile::kRows * Tile::kChunks; i += kThreads) {
+    const int row = i / Tile::kChunks, col = i % Tile::kChunks * Tile::kChunk;
+    copy_chunk<kCopyBytes>(tile.at(row, col), row_at(min_of(row, count - 1)) + col, row < count ? clamp(cols - col, 0, Tile::kChunk) : 0);
+  }
 }
 
 // Zeroes the rows of a tile that `is_chosen` names.
