@@ -534,13 +534,12 @@ def _check_shapes(arrays: Arrays) -> None:
 
 
 def _check_offsets(arrays: Arrays) -> None:
-    given = [name for name in ("cu_seqlens_q", "cu_seqlens_k") if name in arrays]
-    for name in given:
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
         arrays.match(name, "B+1")
-    if given:
-        arrays.require(given[0], "B+1", "at least one offset, [B+1], is accepted")
+    if "cu_seqlens_q" in arrays:
+        arrays.require("cu_seqlens_q", "B+1", "at least one offset, [B+1], is accepted")
         arrays.sizes["B"] = arrays.sizes["B+1"] - 1
-        arrays._origin["B"] = given[0]
+        arrays._origin["B"] = "cu_seqlens_q"
 
 
 def _check_bias(arrays: Arrays) -> None:
@@ -934,10 +933,10 @@ def _check_append_shapes(arrays: Arrays) -> None:
         ("k_pages", "page_size", "pages of at least one key are accepted"),
     ):
         arrays.require(name, size, accepted)
-    if is_packed:
-        _check_offsets(arrays)
     arrays.match("block_table", "B max_pages")
     arrays.match("seqused_k", "B")
+    arrays.sizes["B+1"], arrays._origin["B+1"] = arrays.sizes["B"] + 1, "block_table"
+    arrays.match("cu_seqlens_k", "B+1")
 
 
 def _canonical_append(layout: str, name: str, view: View) -> View:

@@ -212,7 +212,7 @@ def is_held(asked: Spec, device: Device) -> bool:
 
 
 def merges(device: Device) -> tuple[Plan[Any], ...]:
-    """The two kernels that merge, to which no Spec leads, one in its quick form and one in the form for types that differ."""
+    """The two kernels that merge, to which no Spec leads: a quick form, and one for types that differ."""
     quick = MergeStates("float32", "bfloat16", "float32", columns=16, is_uniform=True)
     mixed = MergeStatesBwd("float64", "float32", "float64", columns=1, is_uniform=False)
     return tuple(Plan(constants, device.arch, "merges") for constants in (quick, mixed))
