@@ -47,8 +47,9 @@ def kv_append(
     Notes
     -----
     Without `check` nothing is read back from a GPU: a new row whose key is negative or past its table, or whose page is
-    not in the pool, is not written there, so a sequence whose seqused_k is 0 takes no part. Where two new rows have one
-    slot, one of them is kept. Works on the data's device and the current stream of its library.
+    not in the pool, is not written there, so a sequence whose seqused_k is 0 takes no part. A slot that two new rows
+    share may hold parts of either. Works on the data's device and the current stream of its library; can be captured in
+    a CUDA graph once a call has compiled the kernel.
 
     Examples
     --------
