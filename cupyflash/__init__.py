@@ -1,6 +1,7 @@
 """FlashAttention for any array library: explicit forward and backward, the log-sum-exp in the caller's hands."""
 
 from cupyflash._api import attn_bwd, attn_bwd_preprocess, attn_fwd, lse_from_fa2, lse_from_log2
+from cupyflash._append import kv_append
 from cupyflash._attention import Attention, AttnGrads, AttnOutput
 from cupyflash._errors import CompileError, UnsupportedError
 from cupyflash._memory import MemoryPlan, memory_plan
@@ -20,6 +21,7 @@ __all__ = [
     "attn_bwd",
     "attn_bwd_preprocess",
     "attn_fwd",
+    "kv_append",
     "lse_from_fa2",
     "lse_from_log2",
     "memory_plan",

@@ -19,7 +19,7 @@ from cupyflash import _interop
 from cupyflash._errors import refusal
 from cupyflash._interop import Adopted, Place, contiguous, has_unit_stride
 from cupyflash._overlap import are_apart, byte_range, is_injective
-from cupyflash._spec import SMALL_SOFTCAP, Blank, Call, Features, FilledIn, Mask, Spec, View
+from cupyflash._spec import SMALL_SOFTCAP, AppendCall, Blank, Call, Features, FilledIn, Mask, Spec, View
 
 if TYPE_CHECKING:
     from cupyflash._attention import Attention
@@ -48,9 +48,10 @@ _PER_ROW = ("lse", "delta", "dlse")
 _ORDER = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "thd": (None, 0, 1, 2)}
 
 _GRADIENT_OF = {"dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "dsink": "sink"}
-_ALIGNED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+_ALIGNED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "k_pages", "v_pages")
 _LARGEST_STEP = 2**36  # elements
 FORMS = 512  # that are remembered
+_WRITTEN_POOLS = ("k_pages", "v_pages")  # by an append
 _WITH_VALUES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seed", "offset")  # that `check_values` looks at
 # Name to default, bounds and what is accepted.
 INT_OR_ARRAY: dict[str, tuple[int | None, int, int, str]] = {
@@ -561,6 +562,12 @@ def _len_k(arrays: Arrays) -> int:
     return sizes["Tk" if arrays.layout == "thd" else "Nk"]
 
 
+def _check_unit_stride(arrays: Arrays, name: str) -> None:
+    if name in arrays and not has_unit_stride(arrays[name].shape, arrays[name].strides):
+        given = f"has stride {arrays[name].strides[-1]} along its last axis"
+        raise ValueError(refusal(arrays.function, name, given, "stride 1 is accepted there"))
+
+
 @dataclass(frozen=True, slots=True)
 class _Dtypes:
     out: str
@@ -612,9 +619,7 @@ def _check_outputs(arrays: Arrays, dtypes: _Dtypes) -> dict[str, tuple[tuple[int
     """Given outputs must be writable as they lie; returns shape and dtype of all."""
     query, _, row = AXES[arrays.layout]
     for name in (*dtypes.results, "workspace"):
-        if name in arrays and not has_unit_stride(arrays[name].shape, arrays[name].strides):
-            given = f"has stride {arrays[name].strides[-1]} along its last axis"
-            raise ValueError(refusal(arrays.function, name, given, "stride 1 is accepted there"))
+        _check_unit_stride(arrays, name)
     outputs = {}
     for name, dtype in dtypes.results.items():
         if name in _GRADIENT_OF:
@@ -816,8 +821,12 @@ def _check_range(function: str, name: str, values: np.ndarray, limit: np.ndarray
         raise ValueError(refusal(function, name, f"is {values[at]} at index {at}", accepted))
 
 
-def _check_pages(function: str, table: np.ndarray, used: np.ndarray, *, pages: int, page_size: int) -> None:
-    is_live = np.arange(table.shape[1]) * page_size < used[:, None]
+def _check_pages(
+    function: str, table: np.ndarray, used: np.ndarray, *, pages: int, page_size: int, first: np.ndarray | int = 0
+) -> None:
+    """Of the keys from `first` to `used`."""
+    begin = np.arange(table.shape[1]) * page_size
+    is_live = np.maximum(begin, np.reshape(first, (-1, 1))) < np.minimum(begin + page_size, used[:, None])
     wrong = np.argwhere(is_live & ((table < 0) | (table >= pages)))
     if wrong.size:
         row, page = (int(index) for index in wrong[0])
@@ -862,3 +871,102 @@ def checked_preprocess(
     for name in views:
         setattr(call, name, canonical(layout, name, _interop.require_unit_stride(adopted, name), 1, False))
     return call, adopted, tuple(sizes[size] for size in row.split()), dtype
+
+
+# Append.
+
+
+def checked_append(
+    function: str, layout: str, arguments: dict[str, Any], check: bool
+) -> tuple[AppendCall, Adopted, FilledIn]:
+    """The form of an append, and what fills it; `arguments` are its arrays by name."""
+    layout, check = one_of(function, "layout", layout, LAYOUTS), _boolean(function, "check", check)
+    for name, array in arguments.items():
+        if array is None and name != "cu_seqlens_k":
+            raise TypeError(refusal(function, name, "is None", _interop.ACCEPTED_ARRAYS))
+    adopted = _interop.adopt(function, arguments)
+    given = tuple([(name, v.shape, v.strides, v.dtype, v.ptr & 15) for name, v in adopted.views.items()])
+    call = _judge_append(function, layout, adopted.place, given)
+    check_writing(adopted, _WRITTEN_POOLS)
+    if check or adopted.backend == "cpu":
+        _check_append_values(call, adopted)
+    readable = {name: _interop.require_unit_stride(adopted, name) for name in adopted.views}
+    return call, adopted, {name: _canonical_append(layout, name, view) for name, view in readable.items()}
+
+
+@functools.lru_cache(maxsize=FORMS)
+def _judge_append(
+    function: str,
+    layout: str,
+    place: Place,
+    given: tuple[tuple[str, tuple[int, ...], tuple[int, ...], str, int], ...],  # fields of Given
+) -> AppendCall:
+    """Everything that the form of an append decides; its arguments are the form, nothing less."""
+    arrays = Arrays(function, layout, tuple(Given(*fields) for fields in given))
+    if place[0] == "cuda":
+        _check_elements(arrays)
+    _check_append_shapes(arrays)
+    arrays.check_dtype("k_pages", FLOATS)
+    dtype = arrays["k_pages"].dtype
+    for name in ("v_pages", "k", "v"):
+        arrays.check_dtype(name, (dtype,), " as in `k_pages`")
+    for name in ("block_table", "seqused_k"):
+        arrays.check_dtype(name, ("int32",))
+    arrays.check_dtype("cu_seqlens_k", ("int32", "int64"))
+    for name in _WRITTEN_POOLS:
+        _check_unit_stride(arrays, name)
+    views: dict[str, View] = {}
+    for name, a in arrays.by_name.items():  # on a GPU the others are copied
+        strides = a.strides if has_unit_stride(a.shape, a.strides) else contiguous(a.shape)
+        views[name] = _canonical_append(layout, name, View(Blank(name), a.shape, strides, a.dtype, None))
+    row_bytes = [arrays.sizes[dim] * _interop.NUMPY_DTYPES[dtype].itemsize for dim in ("D", "Dv")]
+    align = math.gcd(_alignment(arrays, {}), *row_bytes)
+    return AppendCall(function, **views, align=align, device=place[1])
+
+
+def _check_append_shapes(arrays: Arrays) -> None:
+    is_packed = arrays.layout == "thd"
+    if is_packed and "cu_seqlens_k" not in arrays:
+        accepted = "an array is needed: layout 'thd' needs the offsets of its sequences"
+        raise ValueError(refusal(arrays.function, "cu_seqlens_k", "is None", accepted))
+    if not is_packed and "cu_seqlens_k" in arrays:
+        why = f"offsets need layout 'thd', and the layout is {arrays.layout!r}; None is accepted"
+        raise ValueError(refusal(arrays.function, "cu_seqlens_k", "is given", why))
+    pools, rows = _POOLS[arrays.layout], AXES[arrays.layout][1]
+    for name, axes in (("k_pages", pools), ("v_pages", pools), ("k", rows), ("v", rows)):
+        arrays.match(name, axes.format("D" if name.startswith("k") else "Dv"))
+    for name, size, accepted in (
+        ("k_pages", "D", "a head_dim of at least 1 is accepted"),
+        ("v_pages", "Dv", "a head_dim of at least 1 is accepted"),
+        ("k_pages", "Hkv", "at least one head is accepted"),
+        ("k_pages", "page_size", "pages of at least one key are accepted"),
+    ):
+        arrays.require(name, size, accepted)
+    arrays.match("block_table", "B max_pages")
+    arrays.match("seqused_k", "B")
+    arrays.sizes["B+1"], arrays._origin["B+1"] = arrays.sizes["B"] + 1, "block_table"
+    arrays.match("cu_seqlens_k", "B+1")
+
+
+def _canonical_append(layout: str, name: str, view: View) -> View:
+    is_pool = name in _WRITTEN_POOLS  # of the axes that a forward's k has beside a block table
+    return canonical(layout, "k" if is_pool else name, view, 0, is_pool)
+
+
+def _check_append_values(call: AppendCall, adopted: Adopted) -> None:
+    """Every new row has a slot."""
+    function, used = call.function, adopted.host("seqused_k").astype(np.int64)
+    table, new = adopted.host("block_table"), np.full(used.shape, call.k.shape[1])
+    if call.cu_seqlens_k is not None:
+        offsets = adopted.host("cu_seqlens_k")
+        _check_offset_values(function, "cu_seqlens_k", offsets, call.k.shape[1])
+        new = np.diff(offsets)
+    pages, page_size = call.k_pages.shape[:2]
+    reach = np.full(used.shape, table.shape[1] * page_size)
+    _check_range(function, "seqused_k", used, reach + 1, "the keys that `block_table` has pages for")
+    short = np.flatnonzero(used < new)
+    if short.size:
+        at = int(short[0])
+        given = f"is {used[at]} at index {at}, and {new[at]} new rows are to be counted in it"
+        raise ValueError(refusal(function, "seqused_k", given, f"at least {new[at]} is accepted there"))
+    _check_pages(function, table, used, pages=pages, page_size=page_size, first=used - new)

@@ -19,7 +19,7 @@ replaced by zeros before the matrix products, so that a NaN in them stays where 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ import numpy as np
 
 from cupyflash._errors import refusal
 from cupyflash._philox import keep_mask
-from cupyflash._spec import Call, Spec, View, Work, filled
+from cupyflash._spec import AppendCall, Call, Spec, View, Work, filled
 
 if TYPE_CHECKING:
     from cupyflash._merge import MergeCall
@@ -161,6 +161,22 @@ def merge_bwd(call: MergeCall) -> None:
             inner = np.einsum("bnhc,bnhc->bhn", dout, part.array.astype(dtype) - out)
             dpart.array[...] = np.where(_by_row(has_no_key), 0, _by_row(share) * dout)
             dpart_lse.array[...] = np.where(has_no_key, 0, share * (inner + dlse))
+
+
+def append(call: AppendCall) -> Work:
+    """To write the new rows into their pages."""
+    return lambda given, _: _append(replace(call, **given))
+
+
+def _append(call: AppendCall) -> None:
+    page_size = call.k_pages.shape[1]
+    for b, used in enumerate(call.seqused_k.array):
+        begin, end = _bounds(call.cu_seqlens_k, b, call.k.shape[1])
+        keys = np.arange(used - (end - begin), used)
+        at = call.block_table.array[b, keys // page_size], keys % page_size
+        row = b if call.cu_seqlens_k is None else 0
+        for pages, new in ((call.k_pages, call.k), (call.v_pages, call.v)):
+            pages.array[at] = new.array[row, begin:end]
 
 
 # ------------------------------------------------------------------------------------------------ the algorithm

@@ -147,6 +147,22 @@ class Call:
     device: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AppendCall:
+    """The form of an append of new rows k and v to pools, in the canonical form above."""
+
+    function: str
+    k_pages: View
+    v_pages: View
+    k: View
+    v: View
+    block_table: View
+    seqused_k: View
+    cu_seqlens_k: View | None = None
+    align: int = 1  # bytes, at most 16: every row of the four begins and ends at a multiple of it
+    device: int = 0
+
+
 FilledIn = Mapping[str, View | int]  # what a call fills into the blanks of its form, by the names of Call's fields
 Work = Callable[[FilledIn, int], None]  # a form made ready by its backend: to be run with what is given, on a stream
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import ptxas
 from benchmarks.overlay import sources
-from cupyflash._cuda.constants import HEAD_DIMS, BwdSm90, Constants, MergeStates, MergeStatesBwd
+from cupyflash._cuda.constants import HEAD_DIMS, BwdSm90, Constants, KvAppend, MergeStates, MergeStatesBwd
 from cupyflash._cuda.device import KNOWN, Device
 from cupyflash._cuda.plan import Plan
 from cupyflash._cuda.plan import backward as plan_backward
@@ -114,6 +114,8 @@ def cover(device: Device) -> dict[str, Plan[Any]]:
         asked = spec(align=align, out_dtype=out, dout_dtype=dout, grad_dtype=grad, accumulate=grad == "float32")
         add(f"widths {number}", (plan_backward(asked, device).preprocess, plan_backward(asked, device).finish))
     add("plain", merges(device))
+    for plan in appends(device):
+        add(f"by {plan.constants.copy_bytes} bytes", (plan,))
     return named
 
 
@@ -195,7 +197,7 @@ def everything(device: Device) -> dict[Any, Plan[Any]]:
     rows = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
     specs = (asked for row in rows if is_held(asked := spec_of(row), device))
     reached = {plan.binary: plan for asked in specs for plan in plans(asked, device)}
-    return reached | {plan.binary: plan for plan in merges(device)}
+    return reached | {plan.binary: plan for plan in (*merges(device), *appends(device))}
 
 
 def is_held(asked: Spec, device: Device) -> bool:
@@ -210,10 +212,15 @@ def is_held(asked: Spec, device: Device) -> bool:
 
 
 def merges(device: Device) -> tuple[Plan[Any], ...]:
-    """The two kernels that no Spec leads to, one in its quick form and one in the form for types that differ."""
+    """The two kernels that merge, to which no Spec leads: a quick form, and one for types that differ."""
     quick = MergeStates("float32", "bfloat16", "float32", columns=16, is_uniform=True)
     mixed = MergeStatesBwd("float64", "float32", "float64", columns=1, is_uniform=False)
     return tuple(Plan(constants, device.arch, "merges") for constants in (quick, mixed))
+
+
+def appends(device: Device) -> tuple[Plan[KvAppend], ...]:
+    """The kernel of an append, to which no Spec leads either, by the most and the fewest bytes at once."""
+    return tuple(Plan(KvAppend(copy_bytes), device.arch, "appends") for copy_bytes in (16, 2))
 
 
 def pairwise() -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cupyflash import _attention, _check
+from cupyflash import _append, _attention, _check
 from cupyflash._cuda import device
 from cupyflash._cuda.device import KNOWN
 
@@ -114,3 +114,5 @@ def forget_forms() -> None:
     _check._judge.cache_clear()
     _attention._ready.cache_clear()
     _attention._accepted.clear()
+    _check._judge_append.cache_clear()
+    _append._ready.cache_clear()

@@ -69,7 +69,7 @@ def verdict(tool: str) -> str:
 
 
 def suite(dtypes: Sequence[str]) -> None:
-    """Every kernel: ragged tiles, grouped heads, every feature, packed sequences, both ways to sum dq, merges.
+    """Every kernel: ragged tiles, grouped heads, every feature, packed sequences, both ways to sum dq, merges, appends.
 
     The longer rows, and the many short ones, take every place in shared memory more than once.
     """
@@ -115,6 +115,9 @@ def suite(dtypes: Sequence[str]) -> None:
         )
         outs, lses = [draw(dtype, 1, 37, 2, 64) for _ in range(3)], [draw(statistic, 1, 2, 37) for _ in range(3)]
         cf.merge_states_bwd(outs, lses, *cf.merge_states(outs, lses), outs[0], lses[0])
+        pools, rows = ([draw(dtype, *shape, dim) for dim in (64, 20)] for shape in ((9, 5, 3), (2, 11, 3)))
+        table = cupy.asarray(np.array([[3, 8, 0, 7], [99, -1, 4, 2]], np.int32))  # the last rows of both have no slot
+        cf.kv_append(*pools, *rows, block_table=table, seqused_k=cupy.asarray(np.array([22, 23], np.int32)))
     cupy.cuda.get_current_stream().synchronize()
 
 

@@ -16,7 +16,7 @@ from cupyflash._overlap import are_apart, is_injective
 from cupyflash._spec import View
 
 POISON = -77.0
-OUTPUTS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsink")
+OUTPUTS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsink", "k_pages", "v_pages")
 B, NQ, NK, HQ, HKV, D, DV = 2, 5, 7, 4, 2, 8, 6
 PAGES, PAGE_SIZE, MAX_PAGES = 6, 4, 2
 
@@ -114,6 +114,22 @@ def merge_backward() -> dict[str, Any]:
     return call | {"dout": floats(B, NQ, HQ, DV), "dlse": floats(B, HQ, NQ)}
 
 
+def append() -> dict[str, Any]:
+    return {
+        "k_pages": poisoned(PAGES, PAGE_SIZE, HKV, D),
+        "v_pages": poisoned(PAGES, PAGE_SIZE, HKV, DV),
+        "k": floats(B, 3, HKV, D),
+        "v": floats(B, 3, HKV, DV),
+        "block_table": np.array([[4, 99], [0, 5]], np.int32),
+        "seqused_k": ints(3, 7),
+    }
+
+
+def packed_append() -> dict[str, Any]:
+    new = {"k": floats(5, HKV, D), "v": floats(5, HKV, DV), "cu_seqlens_k": ints(0, 1, 5)}
+    return append() | new | {"layout": "thd"}
+
+
 FUNCTIONS: dict[Callable[[], dict[str, Any]], Callable[..., Any]] = {
     dense_forward: cf.attn_fwd,
     packed_forward: cf.attn_fwd,
@@ -123,6 +139,8 @@ FUNCTIONS: dict[Callable[[], dict[str, Any]], Callable[..., Any]] = {
     preprocess: cf.attn_bwd_preprocess,
     merge: cf.merge_states,
     merge_backward: cf.merge_states_bwd,
+    append: cf.kv_append,
+    packed_append: cf.kv_append,
 }
 by_call = pytest.mark.parametrize("base", FUNCTIONS, ids=lambda base: base.__name__)
 
@@ -399,6 +417,19 @@ ONE_DIRECTION: list[Row] = [
     (merge_backward, "out", None, TypeError, ("None",)),
     (merge_backward, "lse", None, TypeError, ("None",)),
     (merge_backward, "dout", None, TypeError, ("None",)),
+    *((append, name, None, TypeError, ("None",)) for name in append()),
+    (append, "layout", "hsd", ValueError, ("'hsd'",)),
+    (append, "check", 1, TypeError, ("1", "True")),
+    (append, "cu_seqlens_k", ints(0, 3, 6), ValueError, ("'thd'", "'bshd'")),
+    (append, "k", np.zeros((B, 3, HKV, D), np.float16), TypeError, ("float16", "float32", "`k_pages`")),
+    (append, "seqused_k", ints(2, 7), ValueError, ("2", "index 0", "at least 3")),
+    (append, "seqused_k", ints(3, 9), ValueError, ("9", "index 1", "0 to 8")),
+    (append, "block_table", np.array([[4, 0], [0, 6]], np.int32), ValueError, ("6", "[1, 1]", "0 to 5")),
+    (append, "block_table", np.array([[-1, 0], [0, 5]], np.int32), ValueError, ("-1", "[0, 0]")),
+    (packed_append, "cu_seqlens_k", None, ValueError, ("None", "'thd'")),
+    (packed_append, "cu_seqlens_k", ints(1, 1, 5), ValueError, ("starts at 1",)),
+    (packed_append, "cu_seqlens_k", ints(0, 6, 5), ValueError, ("6", "5", "index 2")),
+    (packed_append, "cu_seqlens_k", ints(0, 1, 6), ValueError, ("ends at 6", "5")),
 ]
 
 
@@ -445,6 +476,11 @@ TOGETHER: list[tuple[str, Callable[[], dict[str, Any]], dict[str, Any], type[Exc
     ("grad_dtype against dq", dense_backward, {"grad_dtype": "float64"}, TypeError, ("`dq`", "float32", "float64")),
     ("out_dtype against out", dense_forward, {"out_dtype": "float16"}, TypeError, ("`out`", "float32", "float16")),
     ("thd without its offsets", dense_forward, {"layout": "thd"}, ValueError, ("`cu_seqlens_q`", "'thd'")),
+    ("appending to pages of no keys", append,
+     {"k_pages": floats(PAGES, 0, HKV, D), "v_pages": floats(PAGES, 0, HKV, DV)}, ValueError,
+     ("`k_pages`", "page_size", "0")),
+    ("appending rows of nothing", append, {"k_pages": floats(PAGES, PAGE_SIZE, HKV, 0), "k": floats(B, 3, HKV, 0)},
+     ValueError, ("`k_pages`", "D", "0")),
     ("pages of no keys", paged_forward, {"k": floats(PAGES, 0, HKV, D), "v": floats(PAGES, 0, HKV, DV)}, ValueError,
      ("`k`", "page_size", "0")),
     ("offsets of keys beside pages", paged_forward, {"q": floats(NQ, HQ, D), "layout": "thd", "out": None, "lse": None,
@@ -482,7 +518,7 @@ def test_accumulation_in_half_precision_is_refused() -> None:
 # Overlapping.
 
 
-@arrays([(base, name) for base, name in WRITTEN if base in (dense_forward, dense_backward)])
+@arrays([(base, name) for base, name in WRITTEN if base in (dense_forward, dense_backward, append)])
 def test_an_output_that_overlaps_another_array_is_refused_by_both_names(
     base: Callable[[], dict[str, Any]], name: str
 ) -> None:

@@ -28,6 +28,7 @@ ORDER = (
     "_attention",
     "_memory",
     "_merge",
+    "_append",
     "_warmup",
     "_api",
     "__init__",

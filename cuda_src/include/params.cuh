@@ -234,4 +234,25 @@ struct MergeBwdParams {
   int padding;
 };
 
+struct AppendParams {           // strides of rows and head dims in units of kCopyBytes
+  Tensor k;                     // [B, Nk, Hkv, D], the new rows; packed [1, Tk, Hkv, D]
+  Tensor v;                     // [B, Nk, Hkv, Dv], likewise
+  Tensor k_pages;               // [pages, page_size, Hkv, D], written
+  Tensor v_pages;               // [pages, page_size, Hkv, Dv], written
+  const int* block_table;       // [B, max_pages]
+  const int* seqused_k;         // [B], the new rows among them
+  const void* cu_seqlens_k;     // [B + 1] int32 or int64; packed when not null
+  int64 block_table_stride;     // from one sequence to the next
+  int batch;                    // sequences
+  int len_k;                    // new rows of each; all of them when packed
+  int heads;
+  int head_dim;
+  int head_dim_v;
+  int pages;
+  int page_size;
+  int max_pages;
+  int is_cu_seqlens_k_64;
+  int padding;
+};
+
 }  // namespace cf

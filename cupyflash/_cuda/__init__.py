@@ -1,23 +1,27 @@
-"""The CUDA backend's face: plan, workspace, forward, backward, preprocess, merge. Spec → Plan → binary → launch."""
+"""The CUDA backend's face: plan, workspace, forward, backward, preprocess, merge, append.
+
+Spec → Plan → binary → launch.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .._errors import UnsupportedError
-from .._spec import Blank, Call, FilledIn, Spec, View, Work
+from .._errors import UnsupportedError, refusal
+from .._spec import AppendCall, Blank, Call, FilledIn, Spec, View, Work
 from . import device as _device
 from . import plan as _plan
-from .arguments import NO_TENSOR, TYPE_CODES, per_row, pointer, problem, rows, scores, tiles_of
+from .arguments import NO_TENSOR, TYPE_CODES, is_64, per_row, pointer, problem, rows, scores, tiles_of
 from .constants import (
     ITEM_BYTES,
-    MERGE_GROUP,
+    ROW_GROUP,
     SM90_WARP_ROWS,
     BwdDbiasGeneric,
     BwdPreprocess,
     FwdGeneric,
     FwdSm90,
+    KvAppend,
     MergeStates,
     MergeStatesBwd,
     accum_of,
@@ -298,7 +302,7 @@ def _merged_columns(states: list[View], results: list[View]) -> tuple[str, str, 
         together = min(16, whole * item)  # bytes that are read at once
         if any(number % together for number in (view.ptr, *(stride * item for stride in view.strides[:3]))):
             return state, result, 1, True
-    columns = next(n for n in (2 * whole, whole, 1) if dim % n == 0 and (n <= whole or dim >= n * MERGE_GROUP))
+    columns = next(n for n in (2 * whole, whole, 1) if dim % n == 0 and (n <= whole or dim >= n * ROW_GROUP))
     return state, result, columns, True
 
 
@@ -422,3 +426,35 @@ def _zero_dsink(given: FilledIn, stream: Any) -> None:
     dsink = given["dsink"]
     assert isinstance(dsink, View)
     cupy.cuda.runtime.memsetAsync(dsink.ptr, 0, dsink.shape[0] * ITEM_BYTES[dsink.dtype], stream.ptr)
+
+
+def append(call: AppendCall) -> Work:
+    """To write the new rows into their pages."""
+    for name, view in (("k", call.k), ("k_pages", call.k_pages), ("block_table", call.block_table)):
+        if max(view.shape) > _plan.MAX_LENGTH:
+            accepted = f"axes of at most {_plan.MAX_LENGTH} are accepted on CUDA"
+            raise UnsupportedError(refusal(call.function, name, f"has shape {list(view.shape)}", accepted))
+    constants = KvAppend(call.align)
+    unit = call.align // ITEM_BYTES[call.k.dtype]
+    _, length, heads, dim = call.k.shape
+    batch, max_pages = call.block_table.shape
+    pages, page_size, _, dim_v = call.v_pages.shape
+
+    def rows_in_units(view: View) -> tuple[int, ...]:
+        return view.ptr, *(stride // unit for stride in view.strides[:3])
+
+    values = (
+        *(number for view in (call.k, call.v, call.k_pages, call.v_pages) for number in rows_in_units(view)),
+        call.block_table.ptr,
+        call.seqused_k.ptr,
+        pointer(call.cu_seqlens_k),
+        call.block_table.strides[0],
+        *(batch, length, heads, dim // unit, dim_v // unit, pages, page_size, max_pages),
+        is_64(call.cu_seqlens_k),
+        0,
+    )
+    new_rows = call.k.shape[0] * length * heads
+    schedule = Schedule(call.device)
+    plan = Plan(constants, _device.of(call.device).arch, "the only kernel that does this")
+    schedule.launch(plan, -(-new_rows // constants.rows), values)
+    return schedule

@@ -28,7 +28,7 @@ def per_row(view: View | None) -> tuple[int, ...]:
     return NO_TENSOR if view is None else (view.ptr, view.strides[0], view.strides[2], view.strides[1])
 
 
-def _is_64(view: View | None) -> int:
+def is_64(view: View | None) -> int:
     return int(view is not None and view.dtype == "int64")
 
 
@@ -60,8 +60,8 @@ def problem(spec: Spec, call: Call, query_tile: int, key_tile: int, group: int =
         spec.head_dim_v,
         tiles_of(call.len_q * group, query_tile, call),
         tiles_of(call.len_k, key_tile, call),
-        _is_64(call.cu_seqlens_q),
-        _is_64(call.cu_seqlens_k),
+        is_64(call.cu_seqlens_q),
+        is_64(call.cu_seqlens_k),
         int(q_start is not None),
     )
 

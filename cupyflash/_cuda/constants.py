@@ -270,7 +270,7 @@ class BwdFinish:
         return 0
 
 
-MERGE_GROUP = 8  # lanes of a row: kGroup of attn/state.cuh
+ROW_GROUP = 8  # lanes of a row: kGroup of attn/row.cuh
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +291,7 @@ class _Merges:
     @property
     def rows(self) -> int:
         """(row, head) pairs of a block."""
-        return 32 * self.warps // MERGE_GROUP
+        return 32 * self.warps // ROW_GROUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +302,23 @@ class MergeStates(_Merges):
 @dataclass(frozen=True, slots=True)
 class MergeStatesBwd(_Merges):
     """`merge_states_bwd.cu`."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvAppend:
+    """`kv_append.cu`, which moves bytes of any type."""
+
+    copy_bytes: int  # at once: every row and every step between rows is a multiple of it
+    warps: int = 4
+
+    @property
+    def smem_bytes(self) -> int:
+        return 0
+
+    @property
+    def rows(self) -> int:
+        """(row, head) pairs of a block."""
+        return 32 * self.warps // ROW_GROUP
 
 
 KERNELS: dict[type, str] = {
@@ -318,6 +335,7 @@ KERNELS: dict[type, str] = {
     BwdFinish: "bwd_finish",
     MergeStates: "merge_states",
     MergeStatesBwd: "merge_states_bwd",
+    KvAppend: "kv_append",
 }
 Constants = (
     FwdGeneric
@@ -333,6 +351,7 @@ Constants = (
     | BwdFinish
     | MergeStates
     | MergeStatesBwd
+    | KvAppend
 )
 
 

@@ -211,6 +211,26 @@ STRUCTS: dict[str, Fields] = {
         ("dmerged", STATE),
         *MERGE_SIZES,
     ),
+    "AppendParams": (
+        ("k", TENSOR),
+        ("v", TENSOR),
+        ("k_pages", TENSOR),
+        ("v_pages", TENSOR),
+        ("block_table", "P"),
+        ("seqused_k", "P"),
+        ("cu_seqlens_k", "P"),
+        ("block_table_stride", "q"),
+        ("batch", "i"),
+        ("len_k", "i"),
+        ("heads", "i"),
+        ("head_dim", "i"),
+        ("head_dim_v", "i"),
+        ("pages", "i"),
+        ("page_size", "i"),
+        ("max_pages", "i"),
+        ("is_cu_seqlens_k_64", "i"),
+        ("padding", "i"),
+    ),
 }
 PARAMS = {
     "fwd_generic": "FwdParams",
@@ -226,6 +246,7 @@ PARAMS = {
     "bwd_finish": "BwdFinishParams",
     "merge_states": "MergeParams",
     "merge_states_bwd": "MergeBwdParams",
+    "kv_append": "AppendParams",
 }
 
 
