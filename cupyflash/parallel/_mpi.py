@@ -1,0 +1,79 @@
+"""NumPy arrays over MPI."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from cupyflash._errors import UnsupportedError
+from cupyflash.parallel._transport import Message, check_messages
+
+# Between two looks at a transfer. Each look also moves it along, and a thread that only looks takes a core from NumPy.
+_SECONDS_BETWEEN_LOOKS = 5e-5
+
+
+class MpiTransport:
+    """NumPy arrays between the processes of an MPI communicator, by mpi4py.
+
+    MPI moves long messages while it is called and not otherwise, so a thread of the transport's own does the calling.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm, default MPI.COMM_WORLD
+        Duplicated, which all its processes do together, so that these messages meet no others.
+
+    Raises
+    ------
+    UnsupportedError where MPI was started without MPI_THREAD_MULTIPLE; mpi4py asks for it unless told otherwise.
+
+    Examples
+    --------
+    `mpiexec -n 4 python program.py` starts four processes, in each of which::
+
+        transport = cupyflash.parallel.MpiTransport()
+    """
+
+    def __init__(self, comm: Any = None) -> None:
+        from mpi4py import MPI
+
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise UnsupportedError(
+                "MpiTransport: MPI was started without MPI_THREAD_MULTIPLE, and messages travel in a thread of their "
+                "own; leave mpi4py.rc.thread_level at 'multiple'"
+            )
+        self._mpi: Any = MPI
+        self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
+        self.rank: int = self._comm.rank
+        self.size: int = self._comm.size
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cupyflash-mpi")
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Started:
+        check_messages("MpiTransport", [*sends, *receives], np.ndarray, "NumPy arrays are accepted")
+        outgoing = [(peer, as_bytes(array)) for peer, array in sends]
+        incoming = [(peer, as_bytes(array)) for peer, array in receives]
+        return _Started(self._thread.submit(self._move, outgoing, incoming))
+
+    def _move(self, outgoing: list[Message], incoming: list[Message]) -> None:
+        requests = [self._comm.Irecv(array, source=peer) for peer, array in incoming]
+        requests += [self._comm.Isend(array, dest=peer) for peer, array in outgoing]
+        while not self._mpi.Request.Testall(requests):
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+class _Started:
+    def __init__(self, moving: Future[None]) -> None:
+        self._moving = moving
+
+    def wait(self) -> None:
+        self._moving.result()
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """The memory of a C-contiguous array; MPI knows no bfloat16."""
+    if not array.flags.c_contiguous:
+        raise ValueError("exchange: an array is not C-contiguous")
+    return array.reshape(-1).view(np.uint8)
