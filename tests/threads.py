@@ -15,7 +15,7 @@ _SECONDS = 60.0  # that no message takes
 
 
 class ThreadTransport:
-    """Messages arrive as late as can be: what is read before `wait` is NaN, and what is overwritten before it is lost."""
+    """Messages move while both ends wait: what is read sooner is NaN, and what is overwritten sooner is lost."""
 
     def __init__(self, rank: int, size: int, boxes: dict[tuple[int, int], queue.Queue[Any]]) -> None:
         self.rank, self.size, self._boxes = rank, size, boxes

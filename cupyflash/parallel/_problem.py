@@ -274,7 +274,8 @@ class Problem:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
         """Start it; both ends leave out arrays without elements."""
-        return self.transport.exchange(_not_empty(sends), _not_empty(receives))
+        sends, receives = _not_empty(sends), _not_empty(receives)
+        return self.transport.exchange(sends, receives) if sends or receives else _Nothing()
 
 
 _BOTH = (
@@ -295,6 +296,13 @@ def add(sums: list[Any], others: list[Any]) -> None:
     """Into `sums`; others may be none."""
     for array, other in zip(sums, others, strict=False):
         array += other
+
+
+class _Nothing:
+    """The transfer of no message."""
+
+    def wait(self) -> None:
+        pass
 
 
 def _not_empty(messages: Sequence[Message]) -> list[Message]:

@@ -145,7 +145,7 @@ def shard(array: Any, shards: Shards, rank: int, *, axis: int) -> Any:
     """
     _check_rank("shard", rank, shards.size)
     axis = _check_axis("shard", "array", array, axis, shards.total, "shards.total")
-    part = _like("shard", "array", array, axis, shards.rows(rank))
+    part = _empty("shard", {"array": array}, axis, shards.rows(rank))
     for run in shards.runs(rank):
         part[along(axis, run.local)] = array[along(axis, run.whole)]
     return part
@@ -180,9 +180,10 @@ def unshard(parts: Sequence[Any], shards: Shards, *, axis: int) -> Any:
     if len(parts) != shards.size:
         given = f"holds {len(parts)} arrays"
         raise ValueError(refusal("unshard", "parts", given, f"shards.size = {shards.size} are accepted"))
-    for rank, part in enumerate(parts):
-        axis = _check_axis("unshard", f"parts[{rank}]", part, axis, shards.rows(rank), f"shards.rows({rank})")
-    whole = _like("unshard", "parts[0]", parts[0], axis, shards.total)
+    named = {f"parts[{rank}]": part for rank, part in enumerate(parts)}
+    for rank, (name, part) in enumerate(named.items()):
+        axis = _check_axis("unshard", name, part, axis, shards.rows(rank), f"shards.rows({rank})")
+    whole = _empty("unshard", named, axis, shards.total)
     for rank, part in enumerate(parts):
         for run in shards.runs(rank):
             whole[along(axis, run.whole)] = part[along(axis, run.local)]
@@ -251,13 +252,17 @@ def cut(length: int, parts: int, part: int) -> tuple[int, int]:
     return begin, begin + each + (part < longer)
 
 
-def _like(function: str, name: str, array: Any, axis: int, rows: int) -> Any:
-    """An array of this one's library, dtype and place, with so many positions along the axis."""
-    adopted = _interop.adopt(function, {name: array})
-    view = adopted.views[name]
+def _empty(function: str, arrays: dict[str, Any], axis: int, rows: int) -> Any:
+    """An array of the library, dtype and place of these, like the first but with so many positions along the axis."""
+    adopted = _interop.adopt(function, arrays)
+    (first, view), *others = adopted.views.items()
     if view.dtype not in _interop.NUMPY_DTYPES:
         accepted = f"{', '.join(_interop.NUMPY_DTYPES)} are accepted"
-        raise TypeError(refusal(function, name, f"is {view.dtype}", accepted))
+        raise TypeError(refusal(function, first, f"is {view.dtype}", accepted))
+    for name, other in others:
+        if other.dtype != view.dtype:
+            given = f"is {other.dtype} and `{first}` is {view.dtype}"
+            raise TypeError(refusal(function, name, given, "arrays of one dtype are accepted"))
     shape = (*view.shape[:axis], rows, *view.shape[axis + 1 :])
     return adopted.give(adopted.empty(shape, view.dtype))
 
