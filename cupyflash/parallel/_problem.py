@@ -46,7 +46,7 @@ class Problem:
             function,
             arrays | {name: value for name, value in extras.items() if _interop.is_array(value)},
         )
-        self._check_lengths()
+        self._check_kind_and_lengths()
         self.visible = visible(self.shards_q, self.shards_k, attention.causal, attention.window)
         self._positions = self._packed_positions() if self.shards_q.is_packed else {}
         self._shapes = self._check_call()
@@ -75,7 +75,10 @@ class Problem:
             given = f"has {len(self.shards_k.lengths)} packed sequences"
             raise ValueError(refusal(self.function, "shards_k", given, f"`shards` has {len(self.shards_q.lengths)}"))
 
-    def _check_lengths(self) -> None:
+    def _check_kind_and_lengths(self) -> None:
+        if self.adopted.kind == "dlpack":
+            accepted = "arrays of NumPy, CuPy or torch are accepted"
+            raise TypeError(refusal(self.function, "q", f"is an array of {self.adopted.library.name}", accepted))
         for name, shards in (("q", self.shards_q), ("k", self.shards_k), ("v", self.shards_k)):
             shape, rows = self.adopted.views[name].shape, shards.rows(self.rank)
             if len(shape) > self.rows_axis and shape[self.rows_axis] != rows:
@@ -146,55 +149,54 @@ class Problem:
             for b in range(len(self.shards_k.pieces(owner)))
         )
 
-    def _pairs(self, owner: int) -> Iterator[tuple[int, slice, int, slice, bool, bool]]:
-        """Pieces of queries and of `owner`'s keys, whether they see each other, and whether the sink is told of here.
+    def _keys_of(self, a: int, owner: int, also_first: bool) -> Iterator[tuple[int, slice, bool]]:
+        """`owner`'s pieces of keys that the a-th piece of queries sees: number, rows, and whether the sink goes there.
 
-        Each piece of queries hears of the sink exactly once, with the rank's own first keys, which come first.
+        The sink goes to the rank's own first keys alone; `also_first` gives these also where they are not seen.
         """
-        for a, queries in enumerate(self.shards_q.pieces(self.rank)):
-            for b, keys in enumerate(self.shards_k.pieces(owner)):
-                is_first = owner == self.rank and b == 0
-                yield a, queries.rows, b, keys.rows, (self.rank, a, owner, b) in self.visible, is_first
+        for b, keys in enumerate(self.shards_k.pieces(owner)):
+            is_first = owner == self.rank and b == 0
+            if (self.rank, a, owner, b) in self.visible or (is_first and also_first):
+                yield b, keys.rows, is_first
 
     # What is computed.
 
     def attend(self, owner: int, keys: list[Any], state: AttnOutput) -> None:
         """This rank's queries over `owner`'s k and v, merged into the state; the rank's own come first and begin it."""
-        for a, rows, b, cols, is_visible, is_first in self._pairs(owner):
-            if not (is_visible or is_first):
-                continue
-            arguments = self._arguments(a, owner, b, is_first)
-            q, k, v = self._rows(self.arrays["q"], rows), *(self._rows(array, cols) for array in keys)
-            out, lse = self._rows(state.out, rows), state.lse[..., rows]
-            if is_first:
-                self.partial.fwd(q, k, v, out=out, lse=lse, **arguments)
-            else:
-                part = self.partial.fwd(q, k, v, **arguments)
-                merge_states([out, part.out], [lse, part.lse], layout=self.attention.layout, out=out, lse=lse)
+        for a, queries in enumerate(self.shards_q.pieces(self.rank)):
+            q = self._rows(self.arrays["q"], queries.rows)
+            out, lse = self._rows(state.out, queries.rows), state.lse[..., queries.rows]
+            parts = [AttnOutput(out, lse)]
+            for b, rows, is_first in self._keys_of(a, owner, also_first=True):
+                k, v = (self._rows(array, rows) for array in keys)
+                arguments = self._arguments(a, owner, b, is_first)
+                if is_first:
+                    self.partial.fwd(q, k, v, out=out, lse=lse, **arguments)
+                else:
+                    parts.append(self.partial.fwd(q, k, v, **arguments))
+            if len(parts) > 1:
+                outs, lses = map(list, zip(*parts, strict=True))
+                merge_states(outs, lses, layout=self.attention.layout, out=out, lse=lse)
 
     def delta(self) -> Any:
         """D of this rank's queries, which no key enters."""
         out, dout, dlse = (self.arrays[name] for name in ("out", "dout", "dlse"))
         return attn_bwd_preprocess(out, dout, dlse, layout=self.attention.layout)
 
-    def differentiate(
-        self, owner: int, keys: list[Any], delta: Any, grads: dict[str, Any], sums: list[Any]
-    ) -> None:  # fmt: skip
+    def differentiate(self, owner: int, keys: list[Any], delta: Any, grads: dict[str, Any], sums: list[Any]) -> None:
         """Add what this rank's queries and `owner`'s k and v give: to dq and dsink in `grads`, and to `sums`."""
-        lse = self.arrays["lse"]
-        for a, rows, b, cols, is_visible, is_first in self._pairs(owner):
-            if not (is_visible or (is_first and "dsink" in grads)):
-                continue
-            into = {"dq": self._rows(grads["dq"], rows)}
-            into |= {name: self._rows(array, cols) for name, array in zip(("dk", "dv"), sums, strict=True)}
-            if is_first and "dsink" in grads:
-                into["dsink"] = grads["dsink"]
-            q, dout = (self._rows(self.arrays[name], rows) for name in ("q", "dout"))
-            k, v = (self._rows(array, cols) for array in keys)
-            self.partial.bwd(
-                q, k, v, None, lse[..., rows], dout, delta=delta[..., rows],
-                accumulate=True, **into, **self._arguments(a, owner, b, is_first),
-            )  # fmt: skip
+        for a, queries in enumerate(self.shards_q.pieces(self.rank)):
+            q, dout, dq = (
+                self._rows(array, queries.rows) for array in (self.arrays["q"], self.arrays["dout"], grads["dq"])
+            )
+            lse, own_delta = self.arrays["lse"][..., queries.rows], delta[..., queries.rows]
+            for b, rows, is_first in self._keys_of(a, owner, also_first="dsink" in grads):
+                (k, v), (dk, dv) = ([self._rows(array, rows) for array in pair] for pair in (keys, sums))
+                self.partial.bwd(
+                    q, k, v, None, lse, dout, delta=own_delta, dq=dq, dk=dk, dv=dv,
+                    dsink=grads.get("dsink") if is_first else None, accumulate=True,
+                    **self._arguments(a, owner, b, is_first),
+                )  # fmt: skip
 
     def _arguments(self, a: int, owner: int, b: int, with_sink: bool) -> dict[str, Any]:
         extras = self.extras if with_sink else self.extras | {"sink": None}
