@@ -30,7 +30,7 @@ from cupyflash.parallel import MpiTransport, NcclTransport, StagedTransport, Tor
 ENGINES = ("mpi", "gloo", "nccl", "torch-nccl", "staged")
 OVER_MPI = ("mpi", "staged")
 _RANK, _SIZE, _FOLDER = "CUPYFLASH_RANK", "CUPYFLASH_RANKS", "CUPYFLASH_MEETING_FOLDER"
-_LAUNCH_ADVICE = "pip install mpich brings it"
+_SECONDS_TO_END = 10.0
 
 
 def launch(engine: str, ranks: int, command: Sequence[str], *, seconds: float) -> str:
@@ -38,11 +38,12 @@ def launch(engine: str, ranks: int, command: Sequence[str], *, seconds: float) -
 
     Where one fails, the others would wait for it for ever, so they are stopped.
     """
-    python = [sys.executable, *command]
     with tempfile.TemporaryDirectory() as folder:
         if engine in OVER_MPI:
+            python = [sys.executable, "-m", "mpi4py", *command]  # which ends all when one fails
             processes = [_start([mpiexec(), "-n", str(ranks), *python], {}, Path(folder) / "output")]
         else:
+            python = [sys.executable, *command]
             processes = [
                 _start(python, {_RANK: str(rank), _SIZE: str(ranks), _FOLDER: folder}, Path(folder) / f"output {rank}")
                 for rank in range(ranks)
@@ -51,8 +52,7 @@ def launch(engine: str, ranks: int, command: Sequence[str], *, seconds: float) -
             trouble = _wait(processes, seconds)
         finally:
             for process in processes:
-                process.terminate()  # mpiexec passes it on
-                process.wait()
+                _end(process)
         outputs = "".join(path.read_text("utf-8", "replace") for path in sorted(Path(folder).glob("output*")))
     if trouble:
         raise RuntimeError(f"{engine}, {ranks} ranks: {trouble}\n{outputs}")
@@ -140,7 +140,7 @@ def missing(engine: str, ranks: int) -> str:
         if importlib.util.find_spec(name) is None:
             return f"{name} is not installed"
     if engine in OVER_MPI and mpiexec() is None:
-        return f"there is no mpiexec: {_LAUNCH_ADVICE}"
+        return "there is no mpiexec: pip install mpich brings it"
     gpus = {"staged": 1, "nccl": ranks, "torch-nccl": ranks}.get(engine, 0)
     if gpus and (found := _gpus(engine)) < gpus:
         return f"{gpus} GPUs are needed and {found} are there"
@@ -161,6 +161,15 @@ def mpiexec() -> Any:
 def _start(words: list[str], environment: dict[str, str], output: Path) -> subprocess.Popen[bytes]:
     with output.open("wb") as file:
         return subprocess.Popen(words, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()  # which mpiexec passes on
+    try:
+        process.wait(_SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> str:

@@ -1,6 +1,6 @@
 """One long sequence over several processes: a zigzag ring of NumPy arrays over MPI, beside one call on the whole.
 
-    mpiexec -n 4 python examples/ring.py
+    mpiexec -n 4 python -m mpi4py examples/ring.py
 
 Without mpiexec it is a ring of one. Needs mpi4py and an MPI: `pip install mpi4py mpich`.
 """

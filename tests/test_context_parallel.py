@@ -35,6 +35,9 @@ WAYS = [
 ]
 
 
+# In tiles of the usual size: what a backend computes is not the subject.
+on_each = pytest.mark.parametrize("backend", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
+
 # Ulysses cuts the heads that a dropout mask counts.
 TOGETHER = [(way, name) for way in WAYS for name in CASES if way.scheme != "ulysses" or CASES[name].seed is None]
 
@@ -43,6 +46,7 @@ def run(problem: Problem, backend: Backend) -> list[dict[str, np.ndarray]]:
     return threads.run(problem.way.size, lambda transport: problem.run(transport, backend.put, backend.get))
 
 
+@on_each
 @pytest.mark.parametrize(("way", "name"), TOGETHER, ids=[f"{way}-{name}" for way, name in TOGETHER])
 def test_the_ranks_together_compute_the_whole(backend: Backend, way: Way, name: str, rng: np.random.Generator) -> None:
     problem = Problem(CASES[name], way, int(rng.integers(2**32)))
@@ -305,6 +309,23 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
         (scheme, one) for scheme in ("ring", "gather") for one in ("forward", "backward")
     ]
     assert all(row["alone_ms"] > 0 and row["of_alone"] > 0 for row in found)
+
+
+def test_a_rank_that_fails_while_messages_travel_ends_the_others_over_mpi() -> None:
+    if why := ranks.missing("mpi", 2):
+        pytest.skip(why)
+    fails = """
+import numpy as np
+from cupyflash.parallel import MpiTransport
+transport = MpiTransport()
+peer = 1 - transport.rank
+transfer = transport.exchange([], [(peer, np.empty(1000))])
+if transport.rank == 1:
+    raise RuntimeError("rank 1 has had enough")
+transfer.wait()
+"""
+    with pytest.raises(RuntimeError, match=r"mpi, 2 ranks: a rank ended with 1\n(.*\n)*.*rank 1 has had enough"):
+        ranks.launch("mpi", 2, ["-c", fails], seconds=30)
 
 
 def test_a_rank_that_fails_ends_the_others() -> None:

@@ -19,6 +19,7 @@ LENGTHS: list[Any] = [0, 1, 5, 16, 61, (), (0,), (13, 0, 30, 1), [7, 7]]
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("length", LENGTHS, ids=str)
+@pytest.mark.parametrize("backend", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)], indirect=True)
 def test_parts_make_the_whole(backend: Backend, length: Any, size: int, zigzag: bool) -> None:
     shards = Shards(length, size, zigzag)
     for axis, dtype in ((0, "int64"), (1, "float32"), (-1, ml_dtypes.bfloat16)):

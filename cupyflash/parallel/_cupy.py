@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from cupyflash._errors import refusal
 from cupyflash.parallel._transport import Message, Transport, check_messages
+from cupyflash.parallel._worker import Moving, Worker
 
 
 def _check(transport: str, messages: Sequence[Message], cupy: Any, device: int) -> None:
@@ -96,14 +96,14 @@ class StagedTransport:
         self.size: int = host.size
         self._device = cupy.cuda.Device()
         self._stream = cupy.cuda.Stream(non_blocking=True)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cupyflash-staging")
+        self._worker = Worker("cupyflash staging")
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Staged:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Moving:
         messages = [*sends, *receives]
         _check("StagedTransport", messages, self._cupy, self._device.id)
         with self._device:
             ready = self._cupy.cuda.get_current_stream(self._device.id).record()
-        return _Staged(self._thread.submit(self._move, ready, sends, receives), messages)
+        return self._worker.start(lambda: self._move(ready, sends, receives), messages)
 
     def _move(self, ready: Any, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         runtime, stream = self._cupy.cuda.runtime, self._stream
@@ -122,12 +122,3 @@ class StagedTransport:
                     array.data.ptr, staged.ctypes.data, array.nbytes, runtime.memcpyHostToDevice, stream.ptr
                 )
             stream.synchronize()  # before the pinned memory is given back
-
-
-class _Staged:
-    def __init__(self, moving: Future[None], held: list[Message]) -> None:
-        self._moving, self._held = moving, held
-
-    def wait(self) -> None:
-        self._moving.result()
-        self._held.clear()

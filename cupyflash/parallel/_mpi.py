@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from cupyflash._errors import UnsupportedError
 from cupyflash.parallel._transport import Message, check_messages
+from cupyflash.parallel._worker import Moving, Worker
 
 # Between two looks at a transfer. Each look also moves it along, and a thread that only looks takes a core from NumPy.
 _SECONDS_BETWEEN_LOOKS = 5e-5
@@ -32,7 +32,7 @@ class MpiTransport:
 
     Examples
     --------
-    `mpiexec -n 4 python program.py` starts four processes, in each of which::
+    `mpiexec -n 4 python -m mpi4py program.py` starts four processes, and ends all when one fails. In each of them::
 
         transport = cupyflash.parallel.MpiTransport()
     """
@@ -49,27 +49,20 @@ class MpiTransport:
         self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cupyflash-mpi")
+        self._worker = Worker("cupyflash MPI")
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Started:
-        check_messages("MpiTransport", [*sends, *receives], np.ndarray, "NumPy arrays are accepted")
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Moving:
+        messages = [*sends, *receives]
+        check_messages("MpiTransport", messages, np.ndarray, "NumPy arrays are accepted")
         outgoing = [(peer, as_bytes(array)) for peer, array in sends]
         incoming = [(peer, as_bytes(array)) for peer, array in receives]
-        return _Started(self._thread.submit(self._move, outgoing, incoming))
+        return self._worker.start(lambda: self._move(outgoing, incoming), messages)
 
     def _move(self, outgoing: list[Message], incoming: list[Message]) -> None:
         requests = [self._comm.Irecv(array, source=peer) for peer, array in incoming]
         requests += [self._comm.Isend(array, dest=peer) for peer, array in outgoing]
         while not self._mpi.Request.Testall(requests):
             time.sleep(_SECONDS_BETWEEN_LOOKS)
-
-
-class _Started:
-    def __init__(self, moving: Future[None]) -> None:
-        self._moving = moving
-
-    def wait(self) -> None:
-        self._moving.result()
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
