@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 import cupyflash as cf
-from benchmarks import ranks
+from benchmarks import ranks, stamp
 from cupyflash import parallel
 from cupyflash.parallel import NcclTransport, Shards, shard
 from cupyflash.testing import PEER_FACTOR, ROUNDING_UNITS
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--scheme", choices=SCHEMES, nargs="+", default=SCHEMES)
     parser.add_argument("--rows", type=int, help="positions a rank; default 2,048 on the CPU and 16,384 on GPUs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row here as one line of JSON")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found, and on what machine, here")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # this process is one of the ranks
     options = parser.parse_args(arguments)
     if options.rank:
@@ -51,10 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{options.engine}, {options.ranks} ranks: {why}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as folder:
-        found = options.json or Path(folder) / "rows.jsonl"
-        given = [*(sys.argv[1:] if arguments is None else arguments), "--json", str(found), "--rank"]
+        found = options.json or Path(folder) / "found.json"
+        given = [*(sys.argv[1:] if arguments is None else arguments), "--json", str(found.resolve()), "--rank"]
         print(ranks.launch(options.engine, options.ranks, ["-m", "benchmarks.parallel", *given], seconds=540), end="")
-        rows = [json.loads(line) for line in found.read_text("utf-8").splitlines()]
+        rows = json.loads(found.read_text("utf-8"))["rows"]
     return int(any(row["of_alone"] > MOST for row in rows))
 
 
@@ -70,7 +70,7 @@ def work(options: argparse.Namespace) -> int:
                 "{scheme} {pass}: {alone_ms:.2f} ms computing alone, {real_ms:.2f} as it is, {delayed_ms:.2f} with "
                 "every transfer a step long; its steps take {of_alone:.3f} of alone".format(**row)
             )
-        options.json.write_text("".join(json.dumps(row) + "\n" for row in found), "utf-8")
+        options.json.write_text(json.dumps(stamp.record(rows=found), indent=1) + "\n", "utf-8")
     ranks.disconnect(options.engine)
     return 0
 

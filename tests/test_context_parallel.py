@@ -76,6 +76,42 @@ def test_processes_together_compute_the_whole(engine: str, size: int, rng: np.ra
         problem.check(results)
 
 
+GROUPS = """
+import sys
+import numpy as np
+from benchmarks import ranks
+from cupyflash import parallel
+from tests.sharded import CASES, Problem, Way
+
+engine, folder = sys.argv[1:]
+world = ranks.connect(engine)  # of four, in two groups: the even ranks and the odd ones
+if engine == "mpi":
+    from mpi4py import MPI
+    transport = parallel.MpiTransport(MPI.COMM_WORLD.Split(world.rank % 2))
+else:
+    from torch import distributed
+    groups = [distributed.new_group([0, 2]), distributed.new_group([1, 3])]
+    transport = parallel.TorchTransport(groups[world.rank % 2])
+library = ranks.Library(engine)
+problem = Problem(CASES["causal"], Way("ring", 2), seed=world.rank % 2)
+np.savez(f"{folder}/{world.rank}.npz", **problem.run(transport, library.put, library.get))
+ranks.disconnect(engine)
+"""
+
+
+@pytest.mark.parametrize("engine", ["mpi", "gloo"])
+def test_groups_of_processes_know_each_their_own(engine: str, tmp_path: Path) -> None:
+    if why := ranks.missing(engine, 4):
+        pytest.skip(why)
+    ranks.launch(engine, 4, ["-c", GROUPS, engine, str(tmp_path)], seconds=120)
+    for group in range(2):
+        results: list[dict[str, np.ndarray]] = []
+        for rank_in_group in range(2):
+            with np.load(tmp_path / f"{2 * rank_in_group + group}.npz") as file:
+                results.append(dict(file))
+        Problem(CASES["causal"], Way("ring", 2), seed=group).check(results)
+
+
 # When and how often.
 
 
@@ -302,9 +338,9 @@ def test_packed_shards_agree_in_number() -> None:
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     if why := ranks.missing("mpi", 2):
         pytest.skip(why)
-    rows = tmp_path / "rows.jsonl"
-    parallel_benchmark.main(["--engine", "mpi", "--rows", "64", "--json", str(rows)])  # too small to hide anything
-    found = [json.loads(line) for line in rows.read_text("utf-8").splitlines()]
+    path = tmp_path / "found.json"
+    parallel_benchmark.main(["--engine", "mpi", "--rows", "64", "--json", str(path)])  # too small to hide anything
+    found = json.loads(path.read_text("utf-8"))["rows"]
     assert [(row["scheme"], row["pass"]) for row in found] == [
         (scheme, one) for scheme in ("ring", "gather") for one in ("forward", "backward")
     ]

@@ -173,6 +173,7 @@ def test_a_gpu_transport_refuses_what_it_cannot_move(log: list[str], name: str) 
 
 def test_torch_moves_tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     torch: Any = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
     with pytest.raises(TypeError, match="`array` is a numpy ndarray; torch tensors are accepted"):

@@ -14,6 +14,7 @@ class TorchTransport:
     Parameters
     ----------
     group : torch.distributed.ProcessGroup, default the group of all processes
+        All its processes make their transports together: NCCL wants them all in a group's first exchange.
 
     Examples
     --------
@@ -30,6 +31,7 @@ class TorchTransport:
         self._group = group
         self.rank: int = torch.distributed.get_rank(group)
         self.size: int = torch.distributed.get_world_size(group)
+        torch.distributed.barrier(group)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Works:
         check_messages("TorchTransport", [*sends, *receives], self._torch.Tensor, "torch tensors are accepted")
