@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from cupyflash._attention import Attention, AttnGrads, AttnOutput
@@ -159,7 +160,7 @@ class _Ring(Problem):
     def previous(self) -> int:
         return (self.rank - 1) % self.size
 
-    @property
+    @functools.cached_property
     def steps(self) -> int:
         """Up to the last in which any rank sees the keys that it has; the same number on all ranks."""
         ranks = range(self.size)

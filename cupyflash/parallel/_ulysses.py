@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,8 +39,8 @@ def ulysses_fwd(
 
     Notes
     -----
-    No transfer overlaps computing here. A rank holds q, k, v and out of its heads for all positions. Packed sequences
-    are brought in order piece by piece, a copy each.
+    No transfer overlaps computing here. A rank holds q, k, v and out of its heads for all positions. Rows are brought
+    in order by a copy for each run of them, which packed sequences have many of.
 
     Examples
     --------
@@ -130,15 +131,24 @@ class _Ulysses(Problem):
             advice = "The ring and the gather take dropout."
             raise UnsupportedError(refusal(self.function, "attention", given, accepted, advice))
         shapes = super()._check_call()
-        _, axis = self._axes("q")
-        heads_q, heads_kv = (self.adopted.views[name].shape[axis] for name in ("q", "k"))
-        if heads_q < self.size:
-            given = f"has {heads_q} heads"
+        if self._number_of_heads("q") < self.size:
+            given = f"has {self._number_of_heads('q')} heads"
             accepted = f"at least one for each of {self.size} ranks is accepted"
             raise UnsupportedError(refusal(self.function, "q", given, accepted, "The ring and the gather take any."))
-        self.heads = _divide(heads_q, heads_kv, self.size)
-        self.heads_are_shared = heads_kv < self.size
         return shapes
+
+    @functools.cached_property
+    def heads(self) -> tuple[_Heads, ...]:
+        """By rank."""
+        return _divide(self._number_of_heads("q"), self._number_of_heads("k"), self.size)
+
+    @property
+    def heads_are_shared(self) -> bool:
+        """Whether ranks have KV heads in common."""
+        return self._number_of_heads("k") < self.size
+
+    def _number_of_heads(self, name: str) -> int:
+        return self.adopted.views[name].shape[self._axes(name)[1]]
 
     def arguments(self) -> dict[str, Any]:
         """Of this rank's one call."""
@@ -182,7 +192,9 @@ class _Ulysses(Problem):
                     own[name] = theirs
                     continue
                 sends.append((peer, theirs))
-                own[name] = self._like(name, theirs, self._shards(name).rows(self.rank), self._number(name, peer))
+                of_peer = self._slice(name, peer)
+                heads = of_peer.stop - of_peer.start
+                own[name] = self._like(name, theirs, self._shards(name).rows(self.rank), heads)
                 receives.append((peer, own[name]))
             parts.append(own)
         self.exchange(sends, receives).wait()
@@ -211,7 +223,7 @@ class _Ulysses(Problem):
         """All heads of what the ranks computed of each; what they give to a head that they share is added."""
         _, heads_axis = self._axes(name)
         shape = list(parts[0].shape)
-        shape[heads_axis] = max(self._slice(name, rank).stop for rank in range(self.size))
+        shape[heads_axis] = self._number_of_heads("k" if name in _OF_KEYS else "q")
         is_sum = name in _OF_KEYS and self.heads_are_shared
         array = (self.zeros if is_sum else self.empty)(tuple(shape), dtype_of(parts[0]))
         for rank, part in enumerate(parts):
@@ -232,10 +244,6 @@ class _Ulysses(Problem):
     def _slice(self, name: str, rank: int) -> slice:
         heads = self.heads[rank]
         return heads.keys if name in _OF_KEYS else heads.queries
-
-    def _number(self, name: str, rank: int) -> int:
-        heads = self._slice(name, rank)
-        return heads.stop - heads.start
 
     def _heads_of(self, name: str, rank: int) -> tuple[slice, ...]:
         """The index that takes the heads of a rank."""
