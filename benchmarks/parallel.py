@@ -29,7 +29,7 @@ from cupyflash.parallel import NcclTransport, Shards, shard
 from cupyflash.testing import PEER_FACTOR, ROUNDING_UNITS
 
 MOST = 1.15  # times computing alone
-REPS = 7
+REPS = 9
 ON_CPU = ("mpi", "gloo")
 SCHEMES = ("ring", "gather")  # Ulysses hides nothing
 ATTENTION = cf.Attention(causal=True)
@@ -149,11 +149,11 @@ def measure(problem: Problem, engine: str, scheme: str) -> list[dict[str, Any]]:
     problem.check(results)
     *alone, _ = problem.run(scheme, Still(transport))
     for number, name in enumerate(("forward", "backward")):
-        alone_ms = times(problem, alone[number])
-        step_ms = alone_ms / transport.size
+        [first] = times(problem, [alone[number]])
+        step_ms = statistics.median(first) / transport.size
         *delayed, _ = problem.run(scheme, delay(transport, step_ms))
-        delayed_ms = times(problem, delayed[number])
-        hidden_ms = delayed_ms - (step_ms if name == "backward" else 0)  # the way home
+        alone_ms, real_ms, delayed_ms = times(problem, [calls[number] for calls in (alone, real, delayed)])
+        way_home_ms = step_ms if name == "backward" else 0.0
         found.append(
             {
                 "scheme": scheme,
@@ -162,25 +162,28 @@ def measure(problem: Problem, engine: str, scheme: str) -> list[dict[str, Any]]:
                 "ranks": transport.size,
                 **problem.size._asdict(),
                 "dtype": problem.size.dtype.name,
-                "alone_ms": alone_ms,
-                "real_ms": times(problem, real[number]),
-                "delayed_ms": delayed_ms,
-                "of_alone": hidden_ms / alone_ms,
+                "alone_ms": statistics.median(alone_ms),
+                "real_ms": statistics.median(real_ms),
+                "delayed_ms": statistics.median(delayed_ms),
+                "of_alone": statistics.median(
+                    (late - way_home_ms) / prompt for late, prompt in zip(delayed_ms, alone_ms, strict=True)
+                ),
             }
         )
     return found
 
 
-def times(problem: Problem, call: Callable[[], Any]) -> float:
-    """The median of a few calls that all ranks begin together, in ms, of the slowest rank."""
-    taken = []
+def times(problem: Problem, calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
+    """What each call takes on the slowest rank, in ms, several times: calls take turns, and all ranks begin together."""
+    taken: list[list[float]] = [[] for _ in calls]
     for _ in range(REPS):
-        meet(problem, 0.0)
-        start = time.perf_counter()
-        call()
-        problem.library.synchronize()
-        taken.append(max(meet(problem, 1e3 * (time.perf_counter() - start))))
-    return statistics.median(taken)
+        for call, of_call in zip(calls, taken, strict=True):
+            meet(problem, 0.0)
+            start = time.perf_counter()
+            call()
+            problem.library.synchronize()
+            of_call.append(max(meet(problem, 1e3 * (time.perf_counter() - start))))
+    return taken
 
 
 def meet(problem: Problem, value: float) -> list[float]:
