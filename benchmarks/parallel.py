@@ -174,7 +174,7 @@ def measure(problem: Problem, engine: str, scheme: str) -> list[dict[str, Any]]:
 
 
 def times(problem: Problem, calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
-    """What each call takes on the slowest rank, in ms, several times: calls take turns, and all ranks begin together."""
+    """What each call takes on the slowest rank, in ms, several times: in turns, all ranks beginning together."""
     taken: list[list[float]] = [[] for _ in calls]
     for _ in range(REPS):
         for call, of_call in zip(calls, taken, strict=True):
