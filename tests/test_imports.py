@@ -14,7 +14,7 @@ import pytest
 import cupyflash as cf
 
 PACKAGE = Path(cf.__file__).parent
-FRAMEWORKS = {"cupy", "torch", "jax", "jaxlib", "cuda"}
+FRAMEWORKS = {"cupy", "torch", "jax", "jaxlib", "cuda", "mpi4py"}
 
 # A module imports only from modules above its own; backends see specs and bare arrays.
 ORDER = (
@@ -31,6 +31,7 @@ ORDER = (
     "_append",
     "_warmup",
     "_api",
+    "parallel",
     "__init__",
     "testing",
     "_cli",
@@ -51,6 +52,7 @@ def test_importing_and_computing_on_numpy_imports_no_framework() -> None:
 import sys
 import numpy as np
 import cupyflash as cf
+import cupyflash.parallel
 x = np.ones((1, 3, 2, 4), np.float32)
 out, lse = cf.attn_fwd(x, x, x)
 cf.attn_bwd(x, x, x, out, lse, out)
