@@ -1,7 +1,7 @@
 // After a forward with split keys: one row's results over each split become one (contract, Splitting and merging).
 //
 // A block a row. Every warp takes each kWarps-th split, weighted by exp(l_s - max), and the warps' sums meet in shared memory. A split in which
-// the row sees no key has l_s = -inf: its partial result is not read. Sums are in an order that depends on the number of splits alone.
+// the row sees no key has l_s = -inf and, as the forward leaves it, zeros. The order of sums depends on the number of splits alone.
 #include "params.cuh"
 #include "ptx/math.cuh"
 #include "tile/fragment.cuh"
@@ -40,17 +40,25 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) fwd_combine(const __g
 
   const int first = threadIdx.x / kWarpSize;
   Accum sum[kColumns] = {}, total = 0;
-#pragma unroll 4
-  for (int i = first; i < params.num_splits; i += kWarps) {
-    const Accum part = lse[i * params.lse_stride_split];
-    const Accum weight = part == -kInfinity ? Accum(0) : ptx::exp2((part - top) * Accum(kLog2E));
-    total += weight;
+  for (int begin = first; begin < params.num_splits; begin += kThreads) {  // a lane has the weight of one split
+    const int own = begin + warp::lane() * kWarps;
+    const Accum part = own < params.num_splits ? lse[own * params.lse_stride_split] : -kInfinity;
+    const Accum own_weight = part == -kInfinity ? Accum(0) : ptx::exp2((part - top) * Accum(kLog2E));
+    total += own_weight;
+    const int count = min_of(ceil_div(params.num_splits - begin, kWarps), kWarpSize);
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) {
+      const Accum weight = __shfl_sync(kFullWarp, own_weight, i);
+      const Accum* const from = out + (begin + i * kWarps) * params.out_stride_split;
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const int col = c * kWarpSize + warp::lane();
-      if (weight != 0 && col < params.head_dim_v) sum[c] = ptx::fma(weight, out[i * params.out_stride_split + col], sum[c]);
+      for (int c = 0; c < kColumns; ++c) {
+        const int col = c * kWarpSize + warp::lane();
+        if (col < params.head_dim_v) sum[c] = ptx::fma(weight, from[col], sum[c]);
+      }
     }
   }
+#pragma unroll
+  for (int d = kWarpSize / 2; d > 0; d /= 2) total += __shfl_xor_sync(kFullWarp, total, d);
 #pragma unroll
   for (int c = 0; c < kColumns; ++c)
     if (c * kWarpSize + warp::lane() < kHeadDimV) sums[first][c * kWarpSize + warp::lane()] = sum[c];

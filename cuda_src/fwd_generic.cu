@@ -52,8 +52,12 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
   const Problem& problem = params.problem;
 
   // The longest rows of a causal problem first: the last tile of a head starts before the first.
-  const int split = kIsSplit ? blockIdx.x % params.num_splits : 0;
-  const int block = kIsSplit ? blockIdx.x / params.num_splits : kIsMasked ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  int block = kIsMasked ? gridDim.x - 1 - blockIdx.x : blockIdx.x, split = 0;
+  if constexpr (kIsSplit) {  // the heads of the same keys side by side: they lie so in memory
+    const int heads = kPacksHeads ? problem.heads_kv : problem.heads_q, place = blockIdx.x / heads / params.num_splits;
+    split = blockIdx.x / heads % params.num_splits;
+    block = (place / problem.tiles_q * heads + blockIdx.x % heads) * problem.tiles_q + place % problem.tiles_q;
+  }
   const attn::Work work = attn::find_work<true, kQueryTile, kPacksHeads>(problem, block);
   if (work.tile < 0) return;
   const attn::Sequence seq = work.sequence;
@@ -85,7 +89,7 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
   const auto load_k = [&](int tile) {
     const int key = split_begin + tile * kKeyTile;
     if constexpr (kIsPaged) {
-      attn::load_pages<kThreads, kCopyBytes>(smem.k, smem, tile, params.k, kv_head, problem.head_dim);
+      attn::load_pages<kThreads, kCopyBytes, &attn::PageRow::k>(smem.k, smem, tile, params.k, kv_head, problem.head_dim);
     } else {
       k_loader.load(smem.k, keys.begin - key, keys.end - key);
       k_loader.advance(-kKeyTile);
@@ -95,7 +99,7 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
   const auto load_v = [&](int tile) {
     const int key = split_begin + tile * kKeyTile;
     if constexpr (kIsPaged) {
-      attn::load_pages<kThreads, kCopyBytes>(smem.v, smem, tile, params.v, kv_head, problem.head_dim_v);
+      attn::load_pages<kThreads, kCopyBytes, &attn::PageRow::v>(smem.v, smem, tile, params.v, kv_head, problem.head_dim_v);
     } else {
       v_loader.load(smem.v, keys.begin - key, keys.end - key);
       v_loader.advance(-kKeyTile);
@@ -124,10 +128,17 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
     load_k(end_tile - 1);
   }
   for (int tile = end_tile - 1; tile >= first_tile; --tile) {
-    ptx::cp_async_wait<0>();
-    __syncthreads();  // k(tile) is there for everyone, and everyone is done with v(tile + 1)
     const int key = split_begin + tile * kKeyTile;
-    load_v(tile);
+    if constexpr (kIsSplit) {  // memory is what is waited for: k(tile) need not be there before v(tile) is asked for
+      __syncthreads();  // everyone is done with v(tile + 1)
+      load_v(tile);
+      ptx::cp_async_wait<1>();
+      __syncthreads();  // k(tile) is there for everyone
+    } else {
+      ptx::cp_async_wait<0>();
+      __syncthreads();  // k(tile) is there for everyone, and everyone is done with v(tile + 1)
+      load_v(tile);
+    }
     pages.find(key - kKeyTile);  // on its way during the product
 
     SFragment s;

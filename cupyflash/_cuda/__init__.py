@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 _L2_BYTES = 8 * 2**20  # of keys and values at a time: what L2 keeps of those before and after as well
 _ALIGN = 256  # bytes, of each part of a workspace
-_ROUNDS, _LEAST_TILES = 3, 2  # of blocks where keys are split: how often they fill the GPU, and the key tiles of each
+# Where keys are split: how often blocks may fill the GPU, how well they do at the least, and the key tiles of a block.
+_MOST_ROUNDS, _ENOUGH_USE, _LEAST_TILES = 4, 0.95, 2
 
 
 def plan(spec: Spec, call: Call, *, backward: bool, override: object | None = None) -> Any:
@@ -133,8 +134,14 @@ def _splits(call: Call, plan: Plan[FwdGeneric], row_blocks: int) -> tuple[int, i
         return max(-(-call.len_k // call.split_len), 1), min(call.split_len, _plan.MAX_LENGTH)
     if call.num_splits:
         return call.num_splits, 0
-    wanted = -(-_ROUNDS * _device.of(call.device).sm_count * c.blocks_per_sm // max(row_blocks, 1))
-    return max(min(wanted, call.len_k // (_LEAST_TILES * c.key_tile)), 1), 0
+    at_once, most = _device.of(call.device).sm_count * c.blocks_per_sm, max(call.len_k // (_LEAST_TILES * c.key_tile), 1)
+    counts = range(1, min(most, -(-_MOST_ROUNDS * at_once // max(row_blocks, 1))) + 1)
+    return max(counts, key=lambda count: (min(_use(row_blocks * count, at_once), _ENOUGH_USE), -count)), 0
+
+
+def _use(blocks: int, at_once: int) -> float:
+    """The share of a GPU's places that such blocks fill, were they to come and go in rounds."""
+    return blocks / (max(-(-blocks // at_once), 1) * at_once)
 
 
 def _grid(spec: Spec, tiles: int, sm_count: int) -> tuple[int, int]:

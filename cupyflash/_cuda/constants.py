@@ -61,7 +61,7 @@ class FwdGeneric(_Scores):
     @property
     def smem_bytes(self) -> int:
         item = ITEM_BYTES[self.element]
-        page_rows = -(-2 * 8 * self.key_tile // 128) * 128 if self.is_paged else 0
+        page_rows = -(-2 * 16 * self.key_tile // 128) * 128 if self.is_paged else 0
         tiles = self.query_tile * self.head_dim + self.key_tile * (self.head_dim + self.head_dim_v)
         probabilities = self.query_tile * self.key_tile if item == 8 else 0  # else P stays in registers
         return item * (tiles + probabilities) + page_rows

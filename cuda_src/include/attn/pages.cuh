@@ -7,8 +7,7 @@
 namespace cf::attn {
 
 struct PageRow {
-  int page;  // negative: there is none
-  int row;
+  int64 k, v;  // where it begins in a head's pools, in elements; negative: there is none
 };
 
 // Of two tiles in turn, those of even and of odd numbers, in shared memory; a base, so that it takes no room where there are no pages.
@@ -23,13 +22,13 @@ struct PageRows<false, kKeys> {};
 template <bool kIsThere, int kThreads, int kKeys>
 class PageFinder {
   const int* pages_of;  // of the sequence
-  int page_size, pages;
+  const FwdParams& params;
   Range keys;
   PageRow found[ceil_div(kKeys, kThreads)];
 
  public:
   __device__ __forceinline__ PageFinder(const FwdParams& p, const Sequence& s, Range keys)
-      : pages_of(p.block_table + s.index * p.table_stride), page_size(p.page_size), pages(p.pages), keys(keys) {}
+      : pages_of(p.block_table + s.index * p.table_stride), params(p), keys(keys) {}
 
   // No entry is looked at but for visible keys, and what names no page of the pool is none.
   __device__ __forceinline__ void find(int first_key) {
@@ -37,8 +36,9 @@ class PageFinder {
     for (int i = 0; i < ceil_div(kKeys, kThreads); ++i) {
       const int key = first_key + threadIdx.x + i * kThreads;
       const bool is_seen = key >= keys.begin && key < keys.end;
-      const int page = is_seen ? pages_of[key / page_size] : -1;
-      found[i] = {page < pages ? page : -1, is_seen ? key % page_size : 0};
+      const int page = is_seen ? pages_of[key / params.page_size] : -1, row = key % params.page_size;
+      const auto begin = [&](const Tensor& pool) { return page * pool.stride_b + row * pool.stride_n; };
+      found[i] = page >= 0 && page < params.pages ? PageRow{begin(params.k), begin(params.v)} : PageRow{-1, -1};
     }
   }
   template <class Smem>
@@ -59,7 +59,7 @@ struct PageFinder<false, kThreads, kKeys> {
 };
 
 // Rows of a head's pool into a tile, zeros where there is none.
-template <int kThreads, int kCopyBytes, class Tile, class Smem>
+template <int kThreads, int kCopyBytes, int64 PageRow::*kBegin, class Tile, class Smem>
 __device__ __forceinline__ void load_pages(Tile& tile, const Smem& smem, int number, const Tensor& pool, int head, int cols) {
   using T = typename Tile::Type;
   const T* const pages = static_cast<const T*>(pool.data) + head * pool.stride_h;
@@ -67,13 +67,13 @@ __device__ __forceinline__ void load_pages(Tile& tile, const Smem& smem, int num
   if (kLanes * kRowStep != kThreads && threadIdx.x >= kLanes * kRowStep) return;
 #pragma unroll 8
   for (int row = threadIdx.x / kLanes; row < Tile::kRows; row += kRowStep) {
-    const PageRow from = smem.page_rows[number & 1][row];
-    const T* const src = pages + max_of(from.page, 0) * pool.stride_b + from.row * pool.stride_n;
+    const int64 begin = smem.page_rows[number & 1][row].*kBegin;
+    const T* const src = pages + begin;
 #pragma unroll
     for (int part = 0; part < ceil_div(Tile::kChunks, kLanes); ++part) {
       const int chunk = threadIdx.x % kLanes + part * kLanes, col = chunk * Tile::kChunk;
       if (Tile::kChunks % kLanes != 0 && chunk >= Tile::kChunks) break;
-      cta::copy_chunk<kCopyBytes>(tile.at(row, col), src + col, from.page < 0 ? 0 : clamp(cols - col, 0, Tile::kChunk));
+      cta::copy_chunk<kCopyBytes>(tile.at(row, col), src + col, begin < 0 ? 0 : clamp(cols - col, 0, Tile::kChunk));
     }
   }
 }
@@ -85,7 +85,7 @@ __device__ __forceinline__ void hide_dead(warp::Fragment<kM, kN, T>& s, const Sm
   for (int n = 0; n < kN; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (smem.page_rows[number & 1][8 * n + warp::fragment_col(i)].page < 0)
+      if (smem.page_rows[number & 1][8 * n + warp::fragment_col(i)].k < 0)
 #pragma unroll
         for (int m = 0; m < kM; ++m) s.x[m][n][i] = -kInfinity;
 }
