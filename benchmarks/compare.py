@@ -185,6 +185,7 @@ def markdown(records: Sequence[Row]) -> str:
         _list_table(alone),
         _merges_table(records),
         _features_table(records),
+        _decode_table(records),
         "".join(f"- {remark}\n" for remark in _remarks(rows)),
     ]
     return "\n".join(part for part in parts if part)
@@ -290,6 +291,18 @@ def _features_table(records: Sequence[Row]) -> str:
     """A line for every feature that was timed beside a plain call."""
     columns = {"feature": "{feature}", "time over plain's": "{ratio:.2f}", "limit": "{limit:.2f}"}
     return _lines_of([r for r in records if "feature" in r], columns)
+
+
+def _decode_table(records: Sequence[Row]) -> str:
+    """A line for everybody's rate of each size."""
+    columns = {
+        "sequences x keys": "{batch} x {keys:,}",
+        "": "{contestant}",
+        "µs": "{us:.0f}",
+        "TB/s": "{tb_s:.2f}",
+        "of a copy's rate": "{of_copy:.2f}",
+    }
+    return _lines_of([r | {"us": r["ms"] * 1e3} for r in records if "contestant" in r], columns)
 
 
 def _lines_of(rows: Sequence[Row], columns: dict[str, str]) -> str:

@@ -8,6 +8,7 @@ turns in one process; our results are held to float32 arithmetic before the cloc
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -48,13 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every row here as one line of JSON")
     parser.add_argument("--commit", help="what to stamp where git does not know")
     parser.add_argument("--reps", type=int, default=20, help="timed calls of each; default: 20")
+    parser.add_argument("--device", default="cuda")
     options = parser.parse_args(arguments)
-    device = torch.device("cuda")
-    copy = ceilings(device)["copy_tb_s"]
+    device = torch.device(options.device)
+    copy = ceilings(device).get("copy_tb_s", math.nan)
     rows: list[dict[str, Any]] = []
     for batch, keys in BATCH_AND_KEYS:
         rows += measure(batch, keys, copy, options.reps, device)
-        torch.cuda.empty_cache()
     if options.json:
         save(options.json, rows, options.commit, device)
     return 0

@@ -2,14 +2,14 @@
 //
 //   loader, one thread:      copies k and v once, then q and dout tile by tile into a ring of stages
 //   statistician, one warp:  lse and D of the tile's rows, and what is special about them
-//   two more warps:          the bias, if there is one, piece by piece into a ring of its own
+//   one more warp:           the bias, if there is one, piece by piece into a ring of its own
 //   consumers, 64 keys each, for each query head of the group, for each query tile that sees the keys:
 //     p^T = exp(x^T - lse)                              of s^T, which the tile before has asked for
 //     dv += p^T dout         dp^T - D = v dout^T - D
 //     ds^T = p^T (dp^T - D) dx/ds                       for dq too, through shared memory
 //     dk += ds^T q           s^T = k q^T                of the next tile
-//   a warpgroup for dq:      dq = ds k, 64 x 64 at a time, added to dq_accum by bulk reductions, each warp its own rows
-//   adders, a thread each:   a tile of dq in shared memory is added to dq_accum by one bulk reduction
+//   a warpgroup for dq:      dq = ds k, 64 x 64 at a time, into shared memory
+//   adders, a thread each:   from there into dq_accum, a bulk reduction a tile
 //   at the end:  dv, scale dk              (bwd_finish brings scale dq home, unless kStoresDq)
 //
 // s and dp take turns in one fragment and p lives on as 16 bits, which leaves registers for dq's warpgroup. So consumers wait neither for dq
@@ -52,6 +52,7 @@ struct Factors {
   int64 first_row, head_rows;  // in dq_accum: of head 0 and query 0, and from head to head
   Exponents exponents;
   float keep_scale;
+  int blocks_before;  // of an ordered launch: those of the same head
 };
 
 struct alignas(1024) Smem : Tiles {  // a swizzle repeats every 1024 bytes
@@ -221,9 +222,11 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
 struct Turn {
   int number;
   bool is_last;
-  __device__ __forceinline__ Turn(const Job& job, int query) {
+  __device__ __forceinline__ Turn(const Smem& smem, int query) {
+    const Job& job = smem.control.job;
     const attn::Range keys = job.band.keys_of(query, min_of(query + kQueryTile, job.sequence.len_q));
-    number = ceil_div(keys.end, kKeyTile) - 1 - job.key_begin / kKeyTile;
+    // Of garbage offsets not every tile has a block.
+    number = min_of(ceil_div(keys.end, kKeyTile) - 1 - job.key_begin / kKeyTile, smem.factors.blocks_before);
     is_last = keys.begin >= job.key_begin;
   }
 };
@@ -269,7 +272,7 @@ __device__ __forceinline__ void add_dq(Smem& smem, const BwdSm90Params& params, 
   const Job& job = smem.control.job;
   int tile = 0;
   job.walk.for_each([&](int head, int query) {
-    const Turn turn(job, query);
+    const Turn turn(smem, query);
     if (kStoresDq && turn.is_last) return;
     const int round = tile / kAdders;
     if (tile++ % kAdders != adder) return;
@@ -307,13 +310,13 @@ __device__ __forceinline__ void store(DqFragment& dq, int part, int head, int qu
                                                            params.dq.stride_n, seq.len_q - row, params.problem.head_dim - col, dq);
 }
 
-// Which tile a block of an ordered launch has: of kHeadsAtOnce heads in turn, the last keys first. Under a mask every block then begins with
-// query rows of its own, and comes to those of the next keys when their block has left them; without one, as few blocks as can be queue up
-// for the same rows.
-constexpr int kBytesAtOnce = 8 << 20;
+// Which tile a block of an ordered launch has: the last keys first, of as many heads in turn as L2 holds rows of. Under a mask every block then
+// begins with query rows of its own, and comes to those of the next keys when their block has left them; without one, as few blocks as can be
+// queue up for the same rows.
+constexpr int kBytesAtOnce = 8 << 20, kRowBytes = (2 + 2 + 4) * kHeadDim;  // of q, dout and dq_accum
 __device__ __forceinline__ int ordered_block(const Problem& problem) {
   const int tiles = problem.tiles_k, heads = gridDim.x / tiles, block = gridDim.x - 1 - blockIdx.x;
-  const int wanted = max_of(kBytesAtOnce / (kHeadDim * 8) / problem.len_q, 1);
+  const int wanted = clamp(kBytesAtOnce / kRowBytes / max_of(problem.len_q, 1), 1, heads);
   const int head = block / (tiles * wanted) * wanted, at_once = min_of(wanted, heads - head), rest = block - head * tiles;
   return (head + rest % at_once) * tiles + rest / at_once;
 }
@@ -327,7 +330,7 @@ __device__ __forceinline__ void make_dq(Smem& smem, const BwdSm90Params& params)
   Ring<kDsStages> place;
   DqWriter writer{smem};
   walk.for_each([&](int head, int query) {
-    const Turn turn(job, query);
+    const Turn turn(smem, query);
     const bool is_last = kStoresDq && turn.is_last, has_sum = is_last && turn.number > 0;
     const Sums sums(smem, params, head, query);
     DqFragment dq;
@@ -365,7 +368,8 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __g
   using namespace cf;
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
-  const attn::Work work = attn::find_work<false, kKeyTile>(params.problem, kIsOrdered ? ordered_block(params.problem) : blockIdx.x);
+  const int block = kIsOrdered ? ordered_block(params.problem) : blockIdx.x;
+  const attn::Work work = attn::find_work<false, kKeyTile>(params.problem, block);
   if (work.tile < 0) return;
   if (threadIdx.x == 0) {
     smem.bias.init(kBiasLoaders, kConsumerThreads);
@@ -374,6 +378,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __g
       ptx::mbarrier_init(smem.ds_full[place], kConsumerThreads / kWarpSize);
       ptx::mbarrier_init(smem.ds_empty[place], kGroupWarps);
     }
+#pragma unroll
     for (int adder = 0; adder < kAdders; ++adder) {
       ptx::mbarrier_init(smem.dq_full[adder], kGroupWarps);
       ptx::mbarrier_init(smem.dq_empty[adder], 1);
@@ -382,7 +387,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __g
     for (int consumer = 0; consumer < kConsumers; ++consumer) ptx::mbarrier_init(smem.weighed[consumer], kGroupWarps);
     prepare_block(smem.control, params.problem, work);
     smem.factors = {attn::padded_begin(params.problem, work.sequence), attn::padded_rows(params.problem), Exponents(params.scores),
-                    static_cast<float>(params.scores.keep_scale)};
+                    static_cast<float>(params.scores.keep_scale), params.problem.tiles_k - 1 - block % params.problem.tiles_k};
     if constexpr (kHasDropout) smem.dropout = attn::Dropout(params.scores, params.problem, work.sequence, 0);
   }
   __syncthreads();

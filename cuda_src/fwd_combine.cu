@@ -10,6 +10,7 @@ namespace cf {
 
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kColumns = ceil_div(kHeadDimV, kWarpSize);  // of a lane
+constexpr int kTogether = kColumns > 4 ? 4 : 8;           // splits whose rows are under way at once
 using Accum = AccumElement;
 
 // The largest of all threads' numbers.
@@ -46,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) fwd_combine(const __g
     const Accum own_weight = part == -kInfinity ? Accum(0) : ptx::exp2((part - top) * Accum(kLog2E));
     total += own_weight;
     const int count = min_of(ceil_div(params.num_splits - begin, kWarps), kWarpSize);
-#pragma unroll 8
+#pragma unroll kTogether
     for (int i = 0; i < count; ++i) {
       const Accum weight = __shfl_sync(kFullWarp, own_weight, i);
       const Accum* const from = out + (begin + i * kWarps) * params.out_stride_split;

@@ -166,8 +166,8 @@ def memory_plan(
     probabilities = pairs * bwd.spec.heads_q * arrays["q"].itemsize
     workspace = _cuda.plan_bytes(bwd.spec, bwd.call, bwd_plan)
     # dout comes to the preprocess and to the main kernel; dq's own kernel, if any, reads all inputs. dq's sums are
-    # zeroed, read and written by reductions, and read, or not zeroed where the last block writes dq; else the workspace is (lse, delta),
-    # written once, read by each.
+    # zeroed, unless the last block writes dq, written and read by reductions, and read; else the workspace is
+    # (lse, delta), written once, read by each.
     prepared = workspace if bwd_plan.has_sums else workspace - _cuda.sums_bytes(bwd.spec, bwd.call, bwd_plan)
     has_dq_kernel = bwd_plan.dq is not None
     read_again = q + k + v + 2 * out if has_dq_kernel else out

@@ -83,9 +83,26 @@ SMALL_KERNELS = ((16, "float32", "bfloat16", "float32"), (4, "bfloat16", "float3
 PAIR_DTYPES = ("bfloat16", "float32", "float16", "float64")
 
 
+# Forwards of few queries, of split keys and of pages.
+SPLITS: tuple[tuple[str, int, str, dict[str, Any]], ...] = (
+    ("bfloat16", 128, "16 rows", {}),
+    ("bfloat16", 128, "16 rows", {"paged": True}),
+    ("bfloat16", 256, "64 rows", {"paged": True}),
+    ("bfloat16", 64, "32 rows", {"features": Features(alibi=True, dropout=True)}),
+    ("bfloat16", 96, "normal", {"split": True, "paged": True}),
+    ("float32", 128, "16 rows", {"paged": True}),
+    ("float64", 64, "16 rows", {"paged": True}),
+)
+
+
 def plans(asked: Spec, device: Device) -> tuple[Plan[Any], ...]:
     """Every kernel that a forward and a backward of this Spec launch."""
-    return plan_forward(asked, device), *(plan for plan in plan_backward(asked, device) if plan is not None)
+    return *plans_of_forward(asked, device), *(plan for plan in plan_backward(asked, device) if plan is not None)
+
+
+def plans_of_forward(asked: Spec, device: Device) -> tuple[Plan[Any], ...]:
+    main = plan_forward(asked, device)
+    return (main,) if main.combine is None else (main, main.combine)
 
 
 def cover(device: Device) -> dict[str, Plan[Any]]:
@@ -113,6 +130,9 @@ def cover(device: Device) -> dict[str, Plan[Any]]:
     for number, (align, out, dout, grad) in enumerate(SMALL_KERNELS):
         asked = spec(align=align, out_dtype=out, dout_dtype=dout, grad_dtype=grad, accumulate=grad == "float32")
         add(f"widths {number}", (plan_backward(asked, device).preprocess, plan_backward(asked, device).finish))
+    for number, (dtype, dim, size_class, change) in enumerate(SPLITS):
+        if is_held(asked := spec(dtype, dim, size_class=size_class, mask=Mask.BAND, **change), device):
+            add(f"splits {number}", plans_of_forward(asked, device))
     add("plain", merges(device))
     for plan in appends(device):
         add(f"by {plan.constants.copy_bytes} bytes", (plan,))

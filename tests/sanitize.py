@@ -69,7 +69,7 @@ def verdict(tool: str) -> str:
 
 
 def suite(dtypes: Sequence[str]) -> None:
-    """Every kernel: ragged tiles, grouped heads, every feature, packed sequences, both ways to sum dq, merges, appends.
+    """Every kernel: ragged tiles, grouped heads, every feature, packed rows, both ways to sum dq, merges, splits, pages.
 
     The longer rows, and the many short ones, take every place in shared memory more than once.
     """
@@ -84,9 +84,12 @@ def suite(dtypes: Sequence[str]) -> None:
     def differentiate(attention: cf.Attention, q: Any, k: Any, v: Any, dout: Any, **given: Any) -> None:
         # initcheck does not see what the copy engine writes: NaNs stand there before, and none may be left.
         out, lse = attention.fwd(q, k, v, out=cupy.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype), **given)
-        assert bool(cupy.isfinite(out.astype(np.float32)).all())
+        results = [out]
         for deterministic in (False, True):
-            attention.replace(deterministic=deterministic).bwd(q, k, v, out, lse, dout, **given)
+            asked = attention.replace(deterministic=deterministic)
+            workspace = cupy.full(asked.workspace_size(q, k, v, backward=True, **given), 0xFF, np.uint8)
+            results += asked.bwd(q, k, v, out, lse, dout, workspace=workspace, **given)
+        assert all(bool(cupy.isfinite(result.astype(np.float32)).all()) for result in results)
 
     for name in dtypes:
         dtype, statistic = DTYPES[name], np.float64 if name == "float64" else np.float32
@@ -117,7 +120,13 @@ def suite(dtypes: Sequence[str]) -> None:
         cf.merge_states_bwd(outs, lses, *cf.merge_states(outs, lses), outs[0], lses[0])
         pools, rows = ([draw(dtype, *shape, dim) for dim in (64, 20)] for shape in ((9, 5, 3), (2, 11, 3)))
         table = cupy.asarray(np.array([[3, 8, 0, 7], [99, -1, 4, 2]], np.int32))  # the last rows of both have no slot
-        cf.kv_append(*pools, *rows, block_table=table, seqused_k=cupy.asarray(np.array([22, 23], np.int32)))
+        used = cupy.asarray(np.array([22, 23], np.int32))
+        cf.kv_append(*pools, *rows, block_table=table, seqused_k=used)
+        q, k, v = draw(dtype, 2, 3, 6, 40), draw(dtype, 2, 300, 2, 40), draw(dtype, 2, 300, 2, 24)
+        for splits in ({}, {"num_splits": 3}, {"split_len": 70}):
+            cf.attn_fwd(q, k, v, causal=True, **splits)
+        for length in (3, 80):
+            cf.attn_fwd(draw(dtype, 2, length, 6, 64), pools[0], pools[0], block_table=table % 9, seqused_k=used)
     cupy.cuda.get_current_stream().synchronize()
 
 

@@ -17,7 +17,6 @@ from tests.cases import (
     PAIRS,
     PRODUCT_PARTS,
     Case,
-    Refused,
     assert_backward,
     make,
     parameters,
@@ -30,16 +29,8 @@ Random = np.random.Generator
 
 
 def _judge(backend: Backend, case: Case, dtype: str, rng: Random) -> None:
-    """The saved state comes from the same backend where that has it, else from NumPy."""
     problem = make(case, dtype, rng)
-    try:
-        out, lse = run_forward(backend, problem)
-    except cf.UnsupportedError:
-        out, lse = (backend.put(array) for array in run_forward(NumpyBackend(), problem))
-    try:
-        assert_backward(backend, problem, out, lse)
-    except Refused:
-        return
+    assert_backward(backend, problem, *run_forward(backend, problem))
 
 
 @pytest.mark.parametrize(("case", "dtype"), parameters(CASES + PAIRS))

@@ -30,6 +30,21 @@ SMALL = Case("small", "", 2, 37, 4, 2, 64, is_causal=True)
 UNGROUPED = dataclasses.replace(SMALL, name="ungrouped", heads_kv=4)
 
 
+def test_decoding_is_timed_beside_its_peers_on_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import decode
+
+    monkeypatch.setattr(decode, "BATCH_AND_KEYS", ((2, 192),))
+    monkeypatch.setattr(decode, "LEAST_BYTES", 8 * 192 * decode.HEADS_KV * decode.DIM)  # those of one set
+    monkeypatch.setattr(decode, "PEERS", {"math": torch.nn.attention.SDPBackend.MATH})
+    file = tmp_path / "decode.jsonl"
+    decode.main(["--device", "cpu", "--reps", "2", "--json", str(file)])
+    rows = [row for row in compare.load(file) if "contestant" in row]
+    ours = ["cupyflash", "cupyflash, pages of 64", "cupyflash, pages of 16"]
+    assert [row["contestant"] for row in rows] == [*ours, "math"]
+    assert all(row["tb_s"] > 0 for row in rows)
+    assert "| 2 x 192 | math |" in compare.markdown(compare.load(file))
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_judge_agrees_with_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     import benchmarks.reference as judge

@@ -46,7 +46,6 @@ def _binaries(
 
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "another length": ({}, {}, {"lengths": (71, 533)}),
-    "one query": ({}, {}, {"lengths": (1, 533)}),
     "another batch": ({}, {}, {"batch": 7}),
     "other heads": ({}, {}, {"heads": (8, 1)}),
     "another scale": ({"scale": 0.3}, {}, {}),
@@ -76,6 +75,11 @@ MASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_values_and_lengths_compile_nothing_new(name: str) -> None:
     options, arguments, shape = SAME[name]
     assert _binaries(options, arguments, **shape) == _binaries({}, {})
+
+
+@pytest.mark.parametrize("lengths", [(1, 534), (1, 131_072), (8, 9000)])
+def test_a_decode_loop_compiles_once(lengths: tuple[int, int]) -> None:
+    assert _binaries({}, {}, lengths)[:1] == _binaries({}, {}, (1, 533))[:1] != _binaries({}, {}, (17, 533))[:1]
 
 
 def test_few_keys_have_a_main_kernel_of_their_own_backward() -> None:

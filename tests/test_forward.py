@@ -13,7 +13,7 @@ import pytest
 import cupyflash as cf
 from cupyflash.testing import check_forward
 from tests.backends import Backend, NumpyBackend
-from tests.cases import CASES, DTYPES, PAIRS, PRODUCT_PARTS, Case, Refused, assert_forward, make, parameters, product
+from tests.cases import CASES, DTYPES, PAIRS, PRODUCT_PARTS, Case, assert_forward, make, parameters, product
 
 Random = np.random.Generator
 
@@ -22,20 +22,14 @@ Random = np.random.Generator
 def test_forward_is_as_close_to_the_reference_as_plain_operations(
     backend: Backend, case: Case, dtype: str, rng: Random
 ) -> None:
-    try:
-        assert_forward(backend, make(case, dtype, rng))
-    except Refused:
-        return
+    assert_forward(backend, make(case, dtype, rng))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PRODUCT_PARTS)
 def test_forward_over_the_product_of_all_features(backend: Backend, part: int, rng: Random) -> None:
     for case in product(part):
-        try:
-            assert_forward(backend, make(case, "float32", rng))
-        except Refused:
-            continue
+        assert_forward(backend, make(case, "float32", rng))
 
 
 def _qkv(rng: Random, *, batch: int = 1, len_q: int = 70, len_k: int = 90, heads: int = 2, width: int = 32) -> Any:
@@ -223,12 +217,10 @@ def test_pages_are_the_keys_they_hold(backend: Backend, layout: str, page_size: 
         q, pools = q.swapaxes(1, 2), [pool.swapaxes(1, 2) for pool in pools]
     if layout == "thd":
         q, options["cu_seqlens_q"] = q.reshape(18, 2, 32), np.array([0, 6, 12, 18], np.int32)
-    if backend.name != "numpy":
-        with pytest.raises(cf.UnsupportedError, match="NumPy backend"):
-            _run(backend, q, *pools, **options)
-        return
     out, lse = _run(backend, q, *pools, **options)
     check_forward(out, lse, q, *pools, name="paged", **options)
+    if backend.name != "numpy":  # which has another tile for pages
+        return
     if layout == "bhsd":
         out = out.swapaxes(1, 2)
     if layout == "thd":
@@ -237,11 +229,13 @@ def test_pages_are_the_keys_they_hold(backend: Backend, layout: str, page_size: 
     assert (lse == expected[1]).all()
 
 
-def test_a_row_split_by_length_does_not_depend_on_its_batch(rng: Random) -> None:
-    q, k, v = _qkv(rng, batch=5, len_q=3, len_k=200)
+@pytest.mark.parametrize("len_q", [1, 3, 70])
+def test_a_row_split_by_length_does_not_depend_on_its_batch(backend: Backend, len_q: int, rng: Random) -> None:
+    q, k, v = map(backend.put, _qkv(rng, batch=5, len_q=len_q, len_k=400))
     together = cf.attn_fwd(q, k, v, split_len=64)
     alone = cf.attn_fwd(q[2:3], k[2:3], v[2:3], split_len=64)
-    _assert_same_bits((together.out[2:3], together.lse[2:3]), tuple(alone))
+    assert (backend.get(together.out[2:3]) == backend.get(alone.out)).all()
+    assert (backend.get(together.lse[2:3]) == backend.get(alone.lse)).all()
 
 
 # ------------------------------------------------------------------------------------------------ seeds and plans

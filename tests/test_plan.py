@@ -10,7 +10,7 @@ import pytest
 
 import cupyflash as cf
 from cupyflash._cuda import tiles
-from cupyflash._cuda.constants import HEAD_DIMS, BwdGeneric
+from cupyflash._cuda.constants import HEAD_DIMS, BwdGeneric, FwdGeneric
 from cupyflash._cuda.device import KNOWN, Device
 from cupyflash._cuda.plan import backward as plan_backward
 from cupyflash._cuda.plan import forward as plan_forward
@@ -59,8 +59,6 @@ def test_every_head_dim_tile_has_rows(name: str) -> None:
 
 
 REFUSED = {
-    "pages": (spec(paged=True), "`block_table` is given"),
-    "splits": (spec(split=True), "`num_splits` or `split_len` is given"),
     "head dim": (spec(dim=257, dim_v=64), "`q` has head_dim 257; 1 to 256 are accepted"),
     "value head dim": (spec(dim=64, dim_v=320), "`v` has head_dim 320; 1 to 256 are accepted"),
 }
@@ -85,7 +83,7 @@ def test_deterministic_gives_dq_its_own_kernel_and_no_sums() -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("size_class", ["short", "few keys", "few queries", "normal"])
+@pytest.mark.parametrize("size_class", ["short", "few keys", "normal"])
 def test_hopper_sums_dq_in_order_if_asked_to_and_stores_it_where_keys_are_few(
     dim: int, deterministic: bool, size_class: str
 ) -> None:
@@ -95,6 +93,31 @@ def test_hopper_sums_dq_in_order_if_asked_to_and_stores_it_where_keys_are_few(
     assert plan.has_sums == (size_class != "short")
     assert plan.takes_turns == (deterministic or size_class == "short")
     assert not plan_backward(asked, KNOWN[80]).takes_turns
+
+
+@pytest.mark.parametrize("arch", sorted(KNOWN))
+@pytest.mark.parametrize("size_class", ["16 rows", "32 rows", "64 rows"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_few_queries_are_packed_by_heads_and_their_keys_split(
+    arch: int, size_class: str, dtype: str, paged: bool
+) -> None:
+    for dim, features in ((128, Features(softcap=True)), (64, Features(alibi=True)), (64, Features(dropout=True))):
+        plan = plan_forward(spec(dtype, dim, features=features, size_class=size_class, paged=paged), KNOWN[arch])
+        c = plan.constants
+        assert isinstance(c, FwdGeneric) and c.is_split and c.is_paged == paged
+        assert c.packs_heads != features.differ_by_head
+        assert plan.combine is not None and str(plan.combine) in str(plan)
+
+
+def test_hopper_takes_its_own_forward_unless_keys_are_split_or_in_pages() -> None:
+    asked = spec("bfloat16", 128)
+    plain, split, paged = (
+        plan_forward(replace(asked, **change), KNOWN[90]) for change in ({}, {"split": True}, {"paged": True})
+    )
+    assert plain.kernel == "fwd_sm90" and plain.combine is None
+    assert split.kernel == "fwd_generic" and split.combine is not None and "keys are split" in split.why
+    assert paged.kernel == "fwd_generic" and paged.combine is None and "keys lie in pages" in paged.why
 
 
 def test_only_a_bias_has_a_kernel_for_its_gradient() -> None:
@@ -280,7 +303,6 @@ def test_the_generic_backward_says_why_it_is_not_hoppers(asked: Spec, reason: st
     [
         ("normal", Mask.BAND, 64, 192),
         ("few keys", Mask.BAND, 64, 128),
-        ("few queries", Mask.BAND, 40, 128),
         ("few keys", Mask.NONE, 64, 128),
         ("normal", Mask.NONE, 64, 192),
         ("few keys", Mask.BAND, 128, 128),

@@ -87,7 +87,7 @@ def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric | FwdSm90]) -> Work:
     return schedule
 
 
-def _forward_generic(schedule: Schedule, spec: Spec, call: Call, plan: Plan[FwdGeneric]) -> None:
+def _forward_generic(schedule: Schedule, spec: Spec, call: Call, plan: Plan[Any]) -> None:
     c, combine = plan.constants, plan.combine
     group = spec.heads_q // spec.heads_kv if c.packs_heads else 1
     heads, row_blocks = spec.heads_q // group, _row_blocks(spec, call, c)
@@ -125,7 +125,7 @@ def _partial_dim(spec: Spec) -> int:
     return -(-spec.head_dim_v // 4) * 4
 
 
-def _splits(call: Call, plan: Plan[FwdGeneric], row_blocks: int) -> tuple[int, int]:
+def _splits(call: Call, plan: Plan[Any], row_blocks: int) -> tuple[int, int]:
     """How many parts the keys have, and the length of each if it is given."""
     c = plan.constants
     if not c.is_split:
@@ -134,7 +134,9 @@ def _splits(call: Call, plan: Plan[FwdGeneric], row_blocks: int) -> tuple[int, i
         return max(-(-call.len_k // call.split_len), 1), min(call.split_len, _plan.MAX_LENGTH)
     if call.num_splits:
         return call.num_splits, 0
-    at_once, most = _device.of(call.device).sm_count * c.blocks_per_sm, max(call.len_k // (_LEAST_TILES * c.key_tile), 1)
+    device = _device.of(call.device)
+    at_once = device.sm_count * max(min(c.blocks_per_sm, device.smem_bytes // c.smem_bytes), 1)
+    most = max(call.len_k // (_LEAST_TILES * c.key_tile), 1)
     counts = range(1, min(most, -(-_MOST_ROUNDS * at_once // max(row_blocks, 1))) + 1)
     return max(counts, key=lambda count: (min(_use(row_blocks * count, at_once), _ENOUGH_USE), -count)), 0
 

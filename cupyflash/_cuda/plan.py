@@ -254,7 +254,7 @@ def legal_forward(spec: Spec, device: Device) -> Iterator[Plan[Any]]:
     features = spec.features
     own: dict[str, Any] = {"out_element": spec.out_dtype, "is_paged": spec.paged}
     if spec.size_class in tiles.FWD_FEW:
-        rows = _rows(tiles.FWD_FEW[spec.size_class], spec)
+        rows = _rows((tiles.FWD_PAGES if spec.paged else tiles.FWD_FEW)[spec.size_class], spec)
         packed = {"packs_heads": not features.differ_by_head, "is_split": True}
         yield from _fitting(FwdGeneric, rows, spec, device, "; of few queries, whose keys are split", **own, **packed)
     if device.arch == 90:

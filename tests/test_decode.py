@@ -1,0 +1,142 @@
+"""Few queries, split keys and pages: the same numbers as any other forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyflash as cf
+from cupyflash.testing import check_forward
+from tests.backends import Backend
+from tests.cases import DTYPES
+
+Random = np.random.Generator
+HEADS_KV = 2
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (100, 0)},
+    "top-left": {"causal": "top-left", "q_start": 150},
+    "sink": {"sink": True, "causal": True},
+    "softcap": {"softcap": 3.0},
+    "alibi": {"alibi_slopes": True, "causal": True},
+    "dropout": {"dropout_p": 0.3, "seed": 7},
+    "negative scale": {"scale": -0.3},
+    "splits": {"num_splits": 3},
+    "one split": {"num_splits": 1},
+    "idle splits": {"num_splits": 50, "sink": True},
+    "odd splits": {"split_len": 37, "causal": True},
+    "float32 out": {"out_dtype": "float32"},
+}
+
+
+def _options(name: str, heads: int, rng: Random) -> dict[str, Any]:
+    options = dict(OPTIONS[name])
+    for array in {"sink", "alibi_slopes"} & set(options):
+        options[array] = rng.random(heads).astype(np.float32)
+    return options
+
+
+def _qkv(rng: Random, dtype: str, batch: int, len_q: int, len_k: int, group: int, dims: tuple[int, int]) -> Any:
+    shapes = (len_q, HEADS_KV * group, dims[0]), (len_k, HEADS_KV, dims[0]), (len_k, HEADS_KV, dims[1])
+    return [rng.standard_normal((batch, *shape)).astype(DTYPES[dtype]) for shape in shapes]
+
+
+def _paged(rng: Random, keys: np.ndarray, used: np.ndarray, page_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys as a pool whose other slots are NaN, and the table of their pages, whose dead entries are wild."""
+    batch, length = keys.shape[:2]
+    count = -(-length // page_size)
+    order = rng.permutation(batch * count + 3)[: batch * count].reshape(batch, count)
+    pool = np.full((batch * count + 3, page_size, *keys.shape[2:]), np.nan, keys.dtype)
+    table = np.full((batch, count), 2**31 - 1, np.int32)
+    for b, live in enumerate(used):
+        for j in range(live):
+            table[b, j // page_size] = order[b, j // page_size]
+            pool[order[b, j // page_size], j % page_size] = keys[b, j]
+    return pool, table
+
+
+def _run(backend: Backend, arrays: Any, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    given = {name: backend.put(value) if isinstance(value, np.ndarray) else value for name, value in options.items()}
+    out, lse = cf.attn_fwd(*map(backend.put, arrays), **given)
+    return backend.get(out), backend.get(lse)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("dtype", "len_q", "group", "len_k", "dims"),
+    [
+        ("bfloat16", 1, 4, 1501, (128, 128)),
+        ("float16", 3, 7, 700, (64, 40)),
+        ("bfloat16", 16, 5, 331, (192, 128)),
+        ("float32", 2, 1, 257, (80, 48)),
+        ("float64", 1, 3, 300, (64, 64)),
+    ],
+)
+def test_few_queries_are_as_close_to_the_reference_as_plain_operations(
+    backend: Backend, name: str, dtype: str, len_q: int, group: int, len_k: int, dims: tuple[int, int], rng: Random
+) -> None:
+    arrays = _qkv(rng, dtype, 2, len_q, len_k, group, dims)
+    options = _options(name, HEADS_KV * group, rng)
+    if dtype == "float64":
+        options = {key: x.astype(np.float64) if isinstance(x, np.ndarray) else x for key, x in options.items()}
+    out, lse = _run(backend, arrays, options)
+    check_forward(out, lse, *arrays, name=name, **options)
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16, 64, 1000])
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "sink", "alibi", "odd splits", "splits"])
+@pytest.mark.parametrize(
+    ("dtype", "len_q", "group"), [("bfloat16", 1, 4), ("float16", 5, 6), ("bfloat16", 40, 2), ("float32", 1, 3)]
+)
+def test_pages_hold_the_keys_of_any_length(
+    backend: Backend, page_size: int, name: str, dtype: str, len_q: int, group: int, rng: Random
+) -> None:
+    used = np.array([523, 0, 64, 129], np.int32)
+    q, *keys = _qkv(rng, dtype, len(used), len_q, int(used.max()), group, (64, 48))
+    (k, table), (v, _) = ((_paged(np.random.default_rng(5), x, used, page_size)) for x in keys)
+    options = _options(name, HEADS_KV * group, rng) | {"block_table": table, "seqused_k": used}
+    out, lse = _run(backend, (q, k, v), options)
+    check_forward(out, lse, q, k, v, name=name, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("len_q", [1, 40])
+@pytest.mark.parametrize("wild", [-1, 9, 2**31 - 1, -(2**31)])
+def test_a_live_entry_that_names_no_page_reads_as_an_empty_page(len_q: int, wild: int, rng: Random) -> None:
+    from tests.backends import CupyBackend, gpu_is_there
+
+    if not gpu_is_there():
+        pytest.skip("no CUDA GPU")
+    backend, page_size = CupyBackend(), 32
+    q, k, v = _qkv(rng, "float16", 1, len_q, 6 * page_size, 2, (64, 64))
+    pools = [x.reshape(6, page_size, HEADS_KV, 64) for x in (k, v)]
+    table = np.array([[0, 1, wild, 3, wild, 5]], np.int32)
+    used = np.array([6 * page_size - 3], np.int32)
+    out, lse = _run(backend, (q, *pools), {"block_table": table, "seqused_k": used})
+    seen = np.concatenate([np.arange(b, min(b + page_size, used[0])) for b in (0, 32, 96, 160)])
+    check_forward(out, lse, q, k[:, seen], v[:, seen], name="empty pages")
+
+
+def test_splits_are_the_same_bits_every_time(backend: Backend, rng: Random) -> None:
+    arrays = _qkv(rng, "bfloat16", 3, 1, 2000, 4, (128, 128))
+    first = _run(backend, arrays, {"causal": True})
+    for _ in range(20):
+        again = _run(backend, arrays, {"causal": True})
+        assert all((a == b).all() for a, b in zip(first, again, strict=True))
+
+
+def test_splits_fit_the_workspace_that_is_asked_for(backend: Backend, rng: Random) -> None:
+    q, k, v = map(backend.put, _qkv(rng, "float16", 2, 2, 900, 3, (64, 36)))
+    for options in ({}, {"num_splits": 7}, {"split_len": 100}):
+        attention = cf.Attention(**options)
+        size = attention.workspace_size(q, k, v)
+        given = backend.put(np.full(size + 64, 0xAB, np.uint8))
+        out, lse = attention.fwd(q, k, v, workspace=given[:size])
+        assert (backend.get(given)[size:] == 0xAB).all()
+        check_forward(backend.get(out), backend.get(lse), *map(backend.get, (q, k, v)), name=str(options), **options)
+        if size:
+            with pytest.raises(ValueError, match="`workspace` has"):
+                attention.fwd(q, k, v, workspace=given[: size - 1])
