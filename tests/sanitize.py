@@ -69,7 +69,7 @@ def verdict(tool: str) -> str:
 
 
 def suite(dtypes: Sequence[str]) -> None:
-    """Every kernel: ragged tiles, grouped heads, every feature, packed rows, both ways to sum dq, merges, splits, pages.
+    """Every kernel: ragged tiles, grouped heads, every feature, packed rows, both ways to sum dq, merges, pages.
 
     The longer rows, and the many short ones, take every place in shared memory more than once.
     """
