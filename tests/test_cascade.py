@@ -261,7 +261,12 @@ def test_out_is_rounded_once(backend: Backend, rng: Random) -> None:
 
 def test_torch_tensors_are_taken(rng: Random) -> None:
     torch = pytest.importorskip("torch")
-    problem = Problem(CASES["everything, live keys"], "float32", rng)
+    problem = Problem(CASES["everything"], "float32", rng)
+    problem.cu_q = problem.cu_q.astype(np.int64)  # torch's usual integers
+    problem.levels = [
+        cf.CascadeLevel(**vars(level) | {"cu_seqlens_k": level.cu_seqlens_k.astype(np.int64)})
+        for level in problem.levels
+    ]
 
     class OnTorch(Backend):
         name, xp = "torch", torch
