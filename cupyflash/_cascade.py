@@ -322,9 +322,11 @@ class _Cascade(Maker):
     def _checked_groups(self, i: int) -> _Groups:
         """Of a level; its offsets, lengths and tables have as many entries."""
         level, prefix = self.levels[i], f"levels[{i}]"
-        is_list = isinstance(level.groups, (list, tuple, np.ndarray))
-        sizes = [1] * self.batch if level.groups is None else list(level.groups) if is_list else [0]
-        if not all(isinstance(n, (int, np.integer)) and n >= 1 for n in sizes) or sum(sizes) != self.batch:
+        sizes = [1] * self.batch if level.groups is None else level.groups
+        is_list = isinstance(sizes, (list, tuple, np.ndarray))
+        if not (
+            is_list and all(isinstance(n, (int, np.integer)) and n >= 1 for n in sizes) and sum(sizes) == self.batch
+        ):
             accepted = f"ints of at least 1 that add up to the {self.batch} sequences of `cu_seqlens_q` are accepted"
             raise ValueError(refusal(self.function, f"{prefix}.groups", f"is {level.groups!r}", accepted))
         needed = "cu_seqlens_k" if level.block_table is None else "seqused_k"

@@ -83,7 +83,7 @@ class Problem:
             return (rng.standard_normal(shape) + mean).astype(DTYPES[dtype])
 
         self.q, self.dout = draw(total, HEADS_Q, WIDTH), draw(total, HEADS_Q, WIDTH_V)
-        self.cu_q = np.cumsum([0, *case.queries], dtype=np.int32)
+        self.cu_q: np.ndarray = np.cumsum([0, *case.queries], dtype=np.int32)
         self.levels: list[cf.CascadeLevel] = []
         self.parts: list[list[slice]] = []  # by level, where each sequence's keys are
         for number, (groups, live) in enumerate(case.levels):
@@ -156,10 +156,7 @@ class Problem:
 
 
 def put(backend: Backend, levels: list[cf.CascadeLevel]) -> list[cf.CascadeLevel]:
-    return [
-        cf.CascadeLevel(**{name: backend.put(value) for name, value in vars(level).items()})  # every field is an array
-        for level in levels
-    ]
+    return [cf.CascadeLevel(**{name: backend.put(value) for name, value in vars(level).items()}) for level in levels]
 
 
 def check(problem: Problem, backend: Backend, name: str) -> None:
@@ -380,6 +377,16 @@ def test_wrong_calls_are_refused_by_name_before_anything_is_computed(
     message = "" if name == "a table without lengths" else message  # the table itself comes first there
     with pytest.raises(error, match=f"^attn_cascade_bwd: {message}"):
         cf.attn_cascade_bwd(q, levels, out, lse, np.ones_like(out), **call)
+
+
+def test_check_finds_a_query_before_a_shared_key(backend: Backend, rng: Random) -> None:
+    problem = Problem(CASES["live keys"], "float32", rng)
+    q, levels = backend.put(problem.q), put(backend, problem.levels)
+    cf.attn_cascade(q, levels, check=True, **problem.arguments(backend))
+    levels[1] = cf.CascadeLevel(**vars(levels[1]) | {"seqused_k": backend.put(np.array([6, 0, 17, 3, 28], np.int32))})
+    message = r"`levels\[0\].k` are shared, and sequence 2 has 17 keys behind them for 19 queries; .*at least 18"
+    with pytest.raises(ValueError, match=message):
+        cf.attn_cascade(q, levels, check=True, **problem.arguments(backend))
 
 
 def test_a_backward_refuses_pages_and_a_wrong_dlse(rng: Random) -> None:
