@@ -3,6 +3,7 @@
 from cupyflash._api import attn_bwd, attn_bwd_preprocess, attn_fwd, lse_from_fa2, lse_from_log2
 from cupyflash._append import kv_append
 from cupyflash._attention import Attention, AttnGrads, AttnOutput
+from cupyflash._cascade import CascadeGrads, CascadeLevel, attn_cascade, attn_cascade_bwd
 from cupyflash._errors import CompileError, UnsupportedError
 from cupyflash._memory import MemoryPlan, memory_plan
 from cupyflash._merge import merge_states, merge_states_bwd
@@ -14,12 +15,16 @@ __all__ = [
     "Attention",
     "AttnGrads",
     "AttnOutput",
+    "CascadeGrads",
+    "CascadeLevel",
     "CompileError",
     "MemoryPlan",
     "UnsupportedError",
     "__version__",
     "attn_bwd",
     "attn_bwd_preprocess",
+    "attn_cascade",
+    "attn_cascade_bwd",
     "attn_fwd",
     "kv_append",
     "lse_from_fa2",

@@ -1,4 +1,4 @@
-"""README's Python and every one-file example run as they stand."""
+"""The Python in README and in the recipes, and every one-file example run as they stand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-README_BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+BLOCKS = [
+    pytest.param(block, id=f"{page}-{number}")
+    for page in ("README.md", "docs/recipes.md")
+    for number, block in enumerate(
+        re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    )
+]
 FRAMEWORKS = ("cupy", "torch", "jax", "mpi4py")
 
 
@@ -39,11 +45,11 @@ def skip_without_frameworks(text: str) -> None:
 
 
 def test_readme_has_an_example() -> None:
-    assert README_BLOCKS
+    assert any(block.id == "README.md-0" for block in BLOCKS)
 
 
-@pytest.mark.parametrize("block", README_BLOCKS, ids=range(len(README_BLOCKS)))
-def test_readme_block_runs(block: str) -> None:
+@pytest.mark.parametrize("block", BLOCKS)
+def test_block_runs(block: str) -> None:
     skip_without_frameworks(block)
     run("-c", block)
 

@@ -46,10 +46,11 @@ def test_delta_stands_for_out_and_dlse(rng: np.random.Generator) -> None:
     check_backward(grads, q, k, v, dout, dlse=dlse)
 
 
+PLAIN = ["_api", "_append", "_attention", "_cascade", "_memory", "_merge", "_warmup"]
 PARALLEL = [f"parallel.{name}" for name in ("_gather", "_ring", "_shards", "_transport", "_ulysses")]
 
 
-@pytest.mark.parametrize("module", ["_api", "_append", "_attention", "_memory", "_merge", "_warmup", *PARALLEL])
+@pytest.mark.parametrize("module", PLAIN + PARALLEL)
 def test_the_examples_in_docstrings_run(module: str) -> None:
     ran = doctest.testmod(importlib.import_module(f"cupyflash.{module}"))
     assert ran.attempted > 0

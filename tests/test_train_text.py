@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from examples.train_text import data
+from benchmarks import recompute
+from benchmarks.stamp import RESULTS, ROOT
+from examples.train_text import data, standard
 from examples.train_text.__main__ import main, printable
-from examples.train_text.model import GRADCHECK_RTOL, GRADCHECK_STEP, Config, Transformer
+from examples.train_text.model import GRADCHECK_RTOL, GRADCHECK_STEP, Config, Keep, Transformer
 from examples.train_text.report import draw_curve
 from examples.train_text.train import History, Settings, held_out_nats, sample, train
 
 TINY = Config(num_layers=2, width=6, heads=2, hidden=10, vocabulary=11)
+TINY_BYTES = Config(num_layers=2, width=6, heads=2, hidden=10)
 
 
 def random_text(rng: np.random.Generator, length: int) -> np.ndarray:
@@ -133,6 +140,122 @@ def test_attention_keeps_a_row_sum_for_each_row_of_p() -> None:
     lse_bytes, p_bytes = model.attention_bytes(np.zeros((3, 5), dtype=np.int64))
     assert lse_bytes == 4 * 2 * 3 * 2 * 5  # float32, layers, batch, heads, length
     assert p_bytes == 5 * lse_bytes
+
+
+KEEPS = {"all": Keep(p=True), "feed-forward": Keep(), "less": Keep(feed_forward=False)}
+
+
+def gradients(keep: Keep, seed: int, dtype: str) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    model = Transformer(TINY, np, rng, dtype, keep)
+    return model.loss_and_grads(*rng.integers(0, TINY.vocabulary, (2, 3, 17)))[1]
+
+
+def test_what_is_computed_again_has_the_same_bits(rng: np.random.Generator) -> None:
+    seed = int(rng.integers(2**32))
+    kept, again = (gradients(KEEPS[name], seed, "float32") for name in ("feed-forward", "less"))
+    assert kept.keys() == again.keys()
+    for name, grad in kept.items():
+        assert grad.any(), name
+        assert grad.tobytes() == again[name].tobytes(), name
+
+
+def test_kept_probabilities_give_the_gradients_of_those_computed_again(rng: np.random.Generator) -> None:
+    seed = int(rng.integers(2**32))
+    kept, again = (gradients(KEEPS[name], seed, "float64") for name in ("all", "feed-forward"))
+    for name, grad in kept.items():
+        assert np.abs(grad - again[name]).max() <= 1e-12 * np.abs(grad).max(), name
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_layers_keep_as_many_bytes_as_the_formula_says(name: str) -> None:
+    keep = KEEPS[name]
+    model = Transformer(TINY, np, np.random.default_rng(), keep=keep)
+    for block in model._forward(np.zeros((3, 17), dtype=np.int64))[1]:
+        arrays = vars(block) | (vars(block.feed_forward) if block.feed_forward else {})
+        kept = sum(array.nbytes for array in arrays.values() if isinstance(array, np.ndarray))
+        assert kept == keep.bytes_per_layer(TINY, batch=3, length=17)
+
+
+def test_a_backward_frees_what_each_layer_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computing the feed-forward blocks again keeps their memory for one layer at a time."""
+    alive: list[int] = []
+    compute = Transformer._feed_forward
+
+    def counted(self: Transformer, *arguments: Any) -> Any:
+        made = compute(self, *arguments)
+        alive.append(0)
+        weakref.finalize(made.hidden, alive.pop)
+        most.append(len(alive))
+        return made
+
+    most: list[int] = []
+    monkeypatch.setattr(Transformer, "_feed_forward", counted)
+    tokens = np.zeros((2, 1, 5), dtype=np.int64)
+    for keep, expected in ((KEEPS["feed-forward"], TINY.num_layers), (KEEPS["less"], 1)):
+        Transformer(TINY, np, np.random.default_rng(), keep=keep).loss_and_grads(*tokens)
+        assert max(most) == expected
+        assert not alive
+        most.clear()
+
+
+def test_the_table_measures_what_it_can_and_says_what_it_computes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Config(num_layers=2, width=16, heads=2, hidden=64)
+    monkeypatch.setitem(recompute.SIZES, "numpy", (small, (32, 128), 32))
+    file = tmp_path / "rows.json"
+    assert recompute.main(["--json", str(file)]) == 0
+    stamp, *rows = map(json.loads, file.read_text().splitlines())
+    assert stamp["config"]["width"] == 16
+    assert [row["context"] for row in rows] == [32] * 3 + [128] * 3
+    for row, keep in zip(rows, [*recompute.WAYS.values()] * 2, strict=True):
+        assert row["kept_bytes"] == 2 * keep.bytes_per_layer(small, 1, row["context"])
+        is_run = not keep.p or row["context"] == 32
+        assert (row["step_ms"] is not None) == is_run
+        assert not is_run or row["peak_bytes"] > row["kept_bytes"]
+    assert rows[4]["peak_bytes"] > rows[5]["peak_bytes"]
+    printed = capsys.readouterr().out
+    assert printed.count("by arithmetic | not run") == 1
+    assert printed.count("\n| ") == 7
+
+
+def test_the_recipe_shows_every_stored_table() -> None:
+    recipes = (ROOT / "docs" / "recipes.md").read_text("utf-8")
+    for file in RESULTS.glob("recompute-*.json"):
+        stamp, *rows = map(json.loads, file.read_text("utf-8").splitlines())
+        assert recompute.table(Config(**stamp["config"]), rows) in recipes, file.name
+
+
+def test_gradients_that_differ_stop_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standard, "attention_bwd", lambda xp, dout, qkv, out, p: xp.zeros_like(qkv))
+    with pytest.raises(AssertionError, match=r"attention computed again, context 16: the gradient of"):
+        recompute.measure(np, TINY_BYTES, 16, keeps_p=True)
+
+
+def test_a_run_computes_feed_forward_blocks_again_when_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    text = tmp_path / "text.txt"
+    text.write_bytes(data.load(None)[:9000].tobytes())
+    arguments = ["--text", str(text), "--steps", "2", "--context", "40", "--batch", "3"]
+    said = []
+    for more in ([], ["--recompute", "ffn"]):
+        assert main(arguments + more) == 1
+        said.append(capsys.readouterr().out)
+    assert "context 40" in said[0]
+    assert "layers keep 1.4 MiB a step; P alone is computed again" in said[0]
+    assert "layers keep 0.8 MiB a step; P and the feed-forward blocks are computed again" in said[1]
+    losses = [re.findall(r"verdict .*", text) for text in said]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("name", ["steps", "context", "batch"])
+def test_sizes_below_one_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([f"--{name}", "0"])
+    assert f"--{name} 0: at least 1" in capsys.readouterr().err
 
 
 def test_the_curve_is_a_png(tmp_path: Path) -> None:

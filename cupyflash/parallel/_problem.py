@@ -19,6 +19,7 @@ from cupyflash import _check, _interop
 from cupyflash._api import attn_bwd_preprocess
 from cupyflash._attention import Attention, AttnGrads, AttnGradsPlain, AttnGradsSink, AttnOutput
 from cupyflash._errors import refusal
+from cupyflash._making import Maker
 from cupyflash._merge import merge_states
 from cupyflash.parallel._shards import Shards, along, first_positions, visible
 from cupyflash.parallel._transport import Message, Transfer, Transport
@@ -26,7 +27,7 @@ from cupyflash.parallel._transport import Message, Transfer, Transport
 ROWS_AXIS = {"bshd": 1, "bhsd": 2, "thd": 0}  # of q, k, v, out and their gradients; of lse it is the last
 
 
-class Problem:
+class Problem(Maker):
     """What is given on this rank, and what it computes of it.
 
     `arrays` are q, k and v, and for a backward also out, lse, dout and dlse; `extras` are the rest of a call.
@@ -234,43 +235,12 @@ class Problem:
             shapes.append(tuple(shape))
         return [make(shape, dtype) for shape in shapes]
 
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        return self.adopted.library.empty(shape, dtype, self.adopted.place)[0]
-
-    def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
-        array = self.empty(shape, dtype)
-        array[...] = 0
-        return array
-
     def contiguous(self, name: str) -> Any:
         """The caller's array as it can be sent: itself, or a C-contiguous copy."""
         view = self.adopted.views[name]
         if view.strides == _interop.contiguous(tuple(view.shape)) and name not in self.adopted.unwritable:
             return self.arrays[name]
         return self.copy(self.arrays[name])
-
-    def copy(self, array: Any, dtype: str | None = None) -> Any:
-        """C-contiguous, in this dtype or its own."""
-        new = self.empty(tuple(array.shape), dtype or dtype_of(array))
-        new[...] = array
-        return new
-
-    def cast(self, array: Any, dtype: str) -> Any:
-        return array if dtype_of(array) == dtype else self.copy(array, dtype)
-
-    def int32(self, values: np.ndarray) -> Any:
-        """On the device of the caller's arrays, in their library."""
-        values = values.astype(np.int32)
-        if self.adopted.kind == "torch":
-            import torch
-
-            return torch.from_numpy(values).to(self.arrays["q"].device)
-        array = self.empty(values.shape, "int32")
-        if self.adopted.kind == "cupy":
-            array.set(values)
-        else:
-            array[...] = values
-        return array
 
     # What travels.
 
@@ -286,12 +256,6 @@ _BOTH = (
 )  # fmt: skip
 _FORWARD = ("block_table",)
 _BACKWARD = ("dout", "delta", "dlse", "dq", "dk", "dv", "dbias", "dsink")
-
-
-def dtype_of(array: Any) -> str:
-    name = _interop.dtype_name(array.dtype)
-    assert name is not None, array.dtype
-    return name
 
 
 def add(sums: list[Any], others: list[Any]) -> None:

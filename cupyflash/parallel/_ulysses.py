@@ -9,7 +9,8 @@ import numpy as np
 
 from cupyflash._attention import Attention, AttnGrads, AttnGradsPlain, AttnGradsSink, AttnOutput
 from cupyflash._errors import UnsupportedError, refusal
-from cupyflash.parallel._problem import Problem, dtype_of
+from cupyflash._making import dtype_of
+from cupyflash.parallel._problem import Problem
 from cupyflash.parallel._shards import Shards, along, cut
 from cupyflash.parallel._transport import Transport
 

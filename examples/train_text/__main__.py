@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 
 from . import data
-from .model import Config, Transformer
+from .model import Config, Keep, Transformer
 from .report import Progress, draw_curve
 from .train import Settings, sample, train
 
@@ -23,11 +23,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=["numpy", "cupy"], default="numpy", help="where the arrays live")
     parser.add_argument("--text", metavar="FILE", help="train on this file; default: the texts of Python's help()")
     parser.add_argument("--steps", type=int, default=Settings.num_steps, help="default: %(default)s")
+    parser.add_argument("--context", type=int, default=Settings.context, help="bytes seen; default: %(default)s")
+    parser.add_argument("--batch", type=int, default=Settings.batch, help="windows a step; default: %(default)s")
+    parser.add_argument("--recompute", choices=["ffn"], help="compute the feed-forward blocks again in the backward")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches; default: %(default)s")
     parser.add_argument("--plot", metavar="FILE", default="train_text.png", help="the loss curve; default: %(default)s")
     arguments = parser.parse_args(argv)
-    if arguments.steps < 1:
-        parser.error(f"--steps {arguments.steps}: at least 1")
+    for name in ("steps", "context", "batch"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} {getattr(arguments, name)}: at least 1")
     return arguments
 
 
@@ -51,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     """0 if the model beats the bigram on the held-out text, else 1."""
     arguments = parse(argv)
     xp = array_module(arguments.backend)
-    settings, config = Settings(num_steps=arguments.steps), Config()
+    settings = Settings(num_steps=arguments.steps, context=arguments.context, batch=arguments.batch)
+    config, keep = Config(), Keep(feed_forward=arguments.recompute != "ffn")
     rng = np.random.default_rng(arguments.seed)
 
     text = data.load(arguments.text)
@@ -59,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     if len(fit) <= settings.context or len(held) < 2:
         sys.exit(f"{arguments.text}: {len(text)} bytes of distinct paragraphs; need {2 * settings.context} or more")
     bigram = data.bigram_nats(fit, held)
-    model = Transformer(config, xp, rng)
+    model = Transformer(config, xp, rng, keep=keep)
     num_params = sum(value.size for value in model.params.values())
     source = arguments.text or "Python's help() texts"
     print(f"text       {source}: {len(fit):,} bytes to learn from, {len(held):,} held out")
@@ -68,6 +73,10 @@ def main(argv: list[str] | None = None) -> int:
         f"model      {num_params:,} parameters, {config.num_layers} layers, {config.heads} heads, context "
         f"{settings.context}; arrays and attention on {arguments.backend}"
     )
+
+    kept = config.num_layers * keep.bytes_per_layer(config, settings.batch, settings.context)
+    again = "P and the feed-forward blocks are" if arguments.recompute else "P alone is"
+    print(f"memory     layers keep {kept / 2**20:,.1f} MiB a step; {again} computed again")
 
     history = train(model, fit, held, settings, rng, Progress(settings.num_steps))
     nats = history.held[-1][1]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from . import layers
+from . import layers, standard
 from .data import VOCABULARY
 from .layers import Array
 
@@ -33,27 +33,57 @@ class Config:
         return self.width // self.heads
 
 
+@dataclass(frozen=True)
+class Keep:
+    """What a step keeps of its forward for its backward; the rest is computed again there."""
+
+    p: bool = False  # attention's N x N probabilities: never with cupyflash's attention, which keeps lse
+    feed_forward: bool = True  # the inside of the feed-forward block; its input is kept always
+
+    def bytes_per_layer(self, config: Config, batch: int, length: int, itemsize: int = 4) -> int:
+        """Of the arrays in a `Block`."""
+        widths = 7 * config.width + 1  # x, norm_1, qkv, out, middle; inverse_rms_1
+        if self.feed_forward:
+            widths += config.width + config.hidden + 1
+        widths += config.heads * (length if self.p else 1)
+        return batch * length * widths * itemsize
+
+
+@dataclass
+class FeedForward:
+    """What the feed-forward block computes on its way from `middle`."""
+
+    norm_2: Array
+    inverse_rms_2: Array
+    hidden: Array
+
+
 @dataclass
 class Block:
-    """What one layer keeps from its forward for its backward. N x N is not among it."""
+    """What one layer keeps from its forward for its backward."""
 
     x: Array
     norm_1: Array
     inverse_rms_1: Array
     qkv: Array
     out: Array
-    lse: Array
+    row: Array  # lse [B, H, N], or P [B, H, N, N]
     middle: Array
-    norm_2: Array
-    inverse_rms_2: Array
-    hidden: Array
+    feed_forward: FeedForward | None
 
 
 class Transformer:
     """Pre-norm decoder over bytes: RMSNorm, causal attention with ALiBi, squared-ReLU MLP."""
 
-    def __init__(self, config: Config, xp: ModuleType, rng: np.random.Generator, dtype: str = "float32") -> None:
-        self.config, self.xp = config, xp
+    def __init__(
+        self,
+        config: Config,
+        xp: ModuleType,
+        rng: np.random.Generator,
+        dtype: str = "float32",
+        keep: Keep | None = None,
+    ) -> None:
+        self.config, self.xp, self.keep = config, xp, keep or Keep()
         slopes = 2.0 ** (-8 * np.arange(1, config.heads + 1) / config.heads)  # a reach from 4 bytes to 256
         self.slopes = xp.asarray(slopes, dtype)
         self.params: dict[str, Array] = {}
@@ -78,23 +108,42 @@ class Transformer:
         p, config = self.params, self.config
         norm_1, inverse_rms_1 = layers.rms_norm(x, p[f"{i}.gain_1"])
         qkv = layers.linear(norm_1, p[f"{i}.qkv"]).reshape(*shape, 3, config.heads, config.head_dim)
-        out, lse = layers.attention(qkv, self.slopes)
+        out, row = self._attention(qkv)
         middle = x + layers.linear(out.reshape(x.shape), p[f"{i}.project"])
-        norm_2, inverse_rms_2 = layers.rms_norm(middle, p[f"{i}.gain_2"])
-        hidden = layers.linear(norm_2, p[f"{i}.up"])
-        y = middle + layers.linear(layers.relu_squared(hidden), p[f"{i}.down"])
-        return y, Block(x, norm_1, inverse_rms_1, qkv, out, lse, middle, norm_2, inverse_rms_2, hidden)
+        inside = self._feed_forward(i, middle)
+        y = middle + layers.linear(layers.relu_squared(inside.hidden), p[f"{i}.down"])
+        kept = inside if self.keep.feed_forward else None
+        return y, Block(x, norm_1, inverse_rms_1, qkv, out, row, middle, kept)
+
+    def _attention(self, qkv: Array) -> tuple[Array, Array]:
+        return standard.attention(self.xp, qkv, self.slopes) if self.keep.p else layers.attention(qkv, self.slopes)
+
+    def _attention_bwd(self, dout: Array, kept: Block) -> Array:
+        if self.keep.p:
+            return standard.attention_bwd(self.xp, dout, kept.qkv, kept.out, kept.row)
+        return layers.attention_bwd(self.xp, dout, kept.qkv, self.slopes, kept.out, kept.row)
+
+    def _feed_forward(self, i: int, middle: Array) -> FeedForward:
+        """Up to its widest activation: all that its backward reads, so that a backward computes no more than this."""
+        norm_2, inverse_rms_2 = layers.rms_norm(middle, self.params[f"{i}.gain_2"])
+        return FeedForward(norm_2, inverse_rms_2, layers.linear(norm_2, self.params[f"{i}.up"]))
+
+    def _feed_forward_bwd(self, i: int, dy: Array, kept: Block, grads: dict[str, Array]) -> Array:
+        """dmiddle, the way past the block included."""
+        p = self.params
+        inside = kept.feed_forward or self._feed_forward(i, kept.middle)
+        active = layers.relu_squared(inside.hidden)
+        dactive, grads[f"{i}.down"] = layers.linear_bwd(dy, active, p[f"{i}.down"])
+        dhidden = layers.relu_squared_bwd(dactive, inside.hidden)
+        dnorm_2, grads[f"{i}.up"] = layers.linear_bwd(dhidden, inside.norm_2, p[f"{i}.up"])
+        dx, grads[f"{i}.gain_2"] = layers.rms_norm_bwd(dnorm_2, kept.middle, p[f"{i}.gain_2"], inside.inverse_rms_2)
+        return dy + dx
 
     def _block_bwd(self, i: int, dy: Array, kept: Block, grads: dict[str, Array]) -> Array:
         p = self.params
-        active = layers.relu_squared(kept.hidden)
-        dactive, grads[f"{i}.down"] = layers.linear_bwd(dy, active, p[f"{i}.down"])
-        dhidden = layers.relu_squared_bwd(dactive, kept.hidden)
-        dnorm_2, grads[f"{i}.up"] = layers.linear_bwd(dhidden, kept.norm_2, p[f"{i}.up"])
-        dx, grads[f"{i}.gain_2"] = layers.rms_norm_bwd(dnorm_2, kept.middle, p[f"{i}.gain_2"], kept.inverse_rms_2)
-        dmiddle = dy + dx
+        dmiddle = self._feed_forward_bwd(i, dy, kept, grads)
         dout, grads[f"{i}.project"] = layers.linear_bwd(dmiddle, kept.out.reshape(dy.shape), p[f"{i}.project"])
-        dqkv = layers.attention_bwd(self.xp, dout.reshape(kept.out.shape), kept.qkv, self.slopes, kept.out, kept.lse)
+        dqkv = self._attention_bwd(dout.reshape(kept.out.shape), kept)
         dnorm_1, grads[f"{i}.qkv"] = layers.linear_bwd(dqkv.reshape(len(dy), -1), kept.norm_1, p[f"{i}.qkv"])
         dx, grads[f"{i}.gain_1"] = layers.rms_norm_bwd(dnorm_1, kept.x, p[f"{i}.gain_1"], kept.inverse_rms_1)
         return dmiddle + dx
@@ -119,7 +168,7 @@ class Transformer:
 
     def attention_bytes(self, tokens: Array) -> tuple[int, int]:
         """Of one step, all layers: the LSE [B, H, N] kept for the backward, and the P [B, H, N, N] never kept."""
-        lses = [kept.lse for kept in self._forward(tokens)[1]]
+        lses = [kept.row for kept in self._forward(tokens)[1]]
         return sum(lse.nbytes for lse in lses), sum(lse.nbytes * tokens.shape[1] for lse in lses)
 
     def loss_and_grads(self, tokens: Array, targets: Array) -> tuple[Array, dict[str, Array]]:
@@ -131,6 +180,6 @@ class Transformer:
         dnorm, grads["head"] = layers.linear_bwd(dlogits, norm, p["head"])
         dx, grads["gain"] = layers.rms_norm_bwd(dnorm, x, p["gain"], inverse_rms)
         for i in reversed(range(self.config.num_layers)):
-            dx = self._block_bwd(i, dx, blocks[i], grads)
+            dx = self._block_bwd(i, dx, blocks.pop(), grads)  # what a layer kept is free after it
         grads["embed"] = layers.embedding_bwd(self.xp, dx, tokens.reshape(-1), p["embed"])
         return loss, grads
