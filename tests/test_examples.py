@@ -20,7 +20,9 @@ BLOCKS = [
         re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
     )
 ]
-FRAMEWORKS = ("cupy", "torch", "jax", "mpi4py")
+FRAMEWORKS = {name: rf"^\s*(import|from) {name}\b" for name in ("cupy", "torch", "jax")} | {
+    "mpi4py": r"\bMpiTransport\b"
+}
 
 
 def run(*arguments: str) -> str:
@@ -39,8 +41,8 @@ def run(*arguments: str) -> str:
 
 
 def skip_without_frameworks(text: str) -> None:
-    for name in FRAMEWORKS:
-        if re.search(rf"^\s*(import|from) {name}\b", text, re.MULTILINE) and importlib.util.find_spec(name) is None:
+    for name, use in FRAMEWORKS.items():
+        if re.search(use, text, re.MULTILINE) and importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
 
 
