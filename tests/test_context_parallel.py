@@ -141,18 +141,14 @@ def logs(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, li
     """What each rank does, in order, in its forward and in its backward."""
     by_thread: dict[int, list[str]] = {}
 
-    def noted(name: str, entry: str, of: Any = cf.Attention) -> None:
+    def noted(patch: pytest.MonkeyPatch, name: str, entry: str, of: Any = cf.Attention) -> None:
         usual = getattr(of, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             by_thread[threading.get_ident()].append(entry)
             return usual(*args, **kwargs)
 
-        monkeypatch.setattr(of, name, call)
-
-    noted("fwd", "compute")
-    noted("bwd", "compute")
-    noted("attn_bwd_preprocess", "delta", _problem)
+        patch.setattr(of, name, call)
 
     def work(transport: Any) -> dict[str, list[str]]:
         log = by_thread[threading.get_ident()] = []
@@ -160,7 +156,11 @@ def logs(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, li
         split = log.index("delta")
         return {"forward": log[:split], "backward": log[split:]}
 
-    return threads.run(problem.way.size, work)
+    with monkeypatch.context() as patch:  # undone before the next ranks, whose threads have other numbers
+        noted(patch, "fwd", "compute")
+        noted(patch, "bwd", "compute")
+        noted(patch, "attn_bwd_preprocess", "delta", _problem)
+        return threads.run(problem.way.size, work)
 
 
 FULL = Case(len_q=24, len_k=24)

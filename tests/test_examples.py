@@ -20,9 +20,8 @@ BLOCKS = [
         re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
     )
 ]
-FRAMEWORKS = {name: rf"^\s*(import|from) {name}\b" for name in ("cupy", "torch", "jax")} | {
-    "mpi4py": r"\bMpiTransport\b"
-}
+FRAMEWORKS = {name: rf"^\s*(import|from) {name}\b" for name in ("cupy", "torch", "jax")}
+FRAMEWORKS["mpi4py"] = r"\bMpiTransport\b"  # which imports it
 
 
 def run(*arguments: str) -> str:
