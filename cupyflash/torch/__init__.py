@@ -4,5 +4,19 @@ Importing this module imports torch and registers `torch.ops.cupyflash`; `import
 """
 
 from cupyflash.torch._attention import attention
+from cupyflash.torch._flash import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+)
+from cupyflash.torch._sdpa import scaled_dot_product_attention
 
-__all__ = ["attention"]
+__all__ = [
+    "attention",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "scaled_dot_product_attention",
+]
