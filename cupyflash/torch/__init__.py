@@ -10,6 +10,7 @@ from cupyflash.torch._flash import (
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
 )
+from cupyflash.torch._kvcache import flash_attn_with_kvcache
 from cupyflash.torch._sdpa import scaled_dot_product_attention
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "scaled_dot_product_attention",
 ]

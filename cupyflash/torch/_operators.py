@@ -1,4 +1,4 @@
-"""Attention as operators of torch's: `torch.ops.cupyflash.attn_fwd` and `attn_bwd`, which write to none of their inputs.
+"""Operators of torch's: `torch.ops.cupyflash.attn_fwd`, `attn_bwd`, and `kv_append`, which alone writes to its inputs.
 
 For torch an operator is a name, a schema, and functions for the keys that its dispatcher goes through: what computes
 (CPU and CUDA: the plain calls), what says the shapes of results (for torch.compile), what records a graph, and what
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cupyflash import _append
 from cupyflash._attention import Attention, attention_of
 from cupyflash._errors import UnsupportedError, refusal
 
@@ -34,8 +35,13 @@ _library.define(f"attn_fwd({_INPUTS}, *, {_OPTIONS}) -> (Tensor out, Tensor lse)
 _library.define(
     f"attn_bwd(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, *, {_OPTIONS}) -> Tensor[]", tags=_TAGS
 )
+_library.define(
+    "kv_append(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor v, Tensor block_table, Tensor seqused_k) -> ()",
+    tags=_TAGS,
+)
 attn_fwd: Any = torch.ops.cupyflash.attn_fwd.default
 attn_bwd: Any = torch.ops.cupyflash.attn_bwd.default
+kv_append: Any = torch.ops.cupyflash.kv_append.default
 
 
 # What computes.
@@ -70,6 +76,19 @@ def _backward(
     arguments = _arguments(given, options)
     del arguments["block_table"]  # a forward with one records no graph
     return list(_attention(options).bwd(q, k, v, out, lse, dout, dlse=dlse, **arguments))
+
+
+def _append_rows(
+    k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, block_table: Tensor, seqused_k: Tensor
+) -> None:
+    _append.kv_append(k_pages, v_pages, k, v, block_table=block_table, seqused_k=seqused_k)
+
+
+def _append_and_count(keys: Any, k_pages: Tensor, v_pages: Tensor, *given: Tensor) -> None:
+    """A graph that saved the pools learns that they were written."""
+    torch.autograd.graph.increment_version((k_pages, v_pages))
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        kv_append.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, k_pages, v_pages, *given)
 
 
 # What results look like.
@@ -136,7 +155,10 @@ def _cast_on(device: str, key: str) -> Any:
 for _device in ("CPU", "CUDA"):
     _library.impl("attn_fwd", _forward, _device)
     _library.impl("attn_bwd", _backward, _device)
+    _library.impl("kv_append", _append_rows, _device)
     _library.impl("attn_fwd", _cast_on(_device.lower(), f"Autocast{_device}"), f"Autocast{_device}")
+_library.impl("kv_append", _append_and_count, "ADInplaceOrView", with_keyset=True)
+torch.library.register_fake("cupyflash::kv_append", lambda *given: None, lib=_library)
 torch.library.register_fake("cupyflash::attn_fwd", _forward_shapes, lib=_library)
 torch.library.register_fake("cupyflash::attn_bwd", _backward_shapes, lib=_library)
 torch.library.register_autograd("cupyflash::attn_fwd", _gradients, setup_context=_save, lib=_library)
