@@ -134,7 +134,7 @@ def test_dropout_follows_torchs_generator(torch_device: str) -> None:
         outs.append(flash_attn_func(q, q, q, dropout_p=0.3, causal=True))
     assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
     outs[0].sum().backward()
-    with pytest.raises(cf.UnsupportedError, match="`return_attn_probs` is True while `dropout_p` is 0.3"):
+    with pytest.raises(cf.UnsupportedError, match=r"`return_attn_probs` is True while `dropout_p` is 0\.3"):
         flash_attn_func(q, q, q, dropout_p=0.3, return_attn_probs=True)
 
 
@@ -171,9 +171,7 @@ def test_decoding(torch_device: str, kind: str, new: int, lengths: Any) -> None:
     k, v = (randn(torch_device, 2, new, 2, 8) for _ in range(2)) if new else (None, None)
     live = torch.tensor(lengths, dtype=torch.int32, device=torch_device) if isinstance(lengths, list) else lengths
     options = {"causal": True, "window_size": (6, 0)}
-    out, lse = flash_attn_with_kvcache(
-        q, *given, k, v, cache_seqlens=live, **where, **options, return_softmax_lse=True
-    )
+    out, lse = flash_attn_with_kvcache(q, *given, k, v, cache_seqlens=live, **where, **options, return_softmax_lse=True)
     for b in range(2):
         length = lengths[b] if isinstance(lengths, list) else lengths
         own = []
@@ -212,11 +210,11 @@ def test_decoding_compiles_as_one_graph(torch_device: str) -> None:
 def test_opcheck_of_the_append_and_its_version_counter(torch_device: str) -> None:
     given, _, _ = caches(torch_device, "plain")
     new = randn(torch_device, 2, 1, 2, 8)
-    table, used = torch.tensor([[[0], [1]], [[4], [9]]], dtype=torch.int32, device=torch_device)
-    torch.library.opcheck(_operators.kv_append, (*given, new, new, table, used[:, 0].contiguous()))
+    table, live = (torch.tensor(x, dtype=torch.int32, device=torch_device) for x in ([[0], [1]], [4, 9]))
+    torch.library.opcheck(_operators.kv_append, (*given, new, new, table, live))
     weight = torch.ones((), device=torch_device, dtype=torch.float64, requires_grad=True)
     loss = (weight * given[0]).sum()
-    _operators.kv_append(*given, new, new, table, used[:, 0].contiguous())
+    _operators.kv_append(*given, new, new, table, live)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -239,7 +237,9 @@ def test_a_wrong_decoding_call_says_what_is_wrong(change: Any, error: type[Excep
 
 
 def test_packed_shapes_are_judged() -> None:
-    with pytest.raises(ValueError, match=r"flash_attn_qkvpacked_func: `qkv` has shape \[1, 4, 2, 8\]; \[B, N, 3, H, D\]"):
+    with pytest.raises(
+        ValueError, match=r"flash_attn_qkvpacked_func: `qkv` has shape \[1, 4, 2, 8\]; \[B, N, 3, H, D\]"
+    ):
         flash_attn_qkvpacked_func(torch.ones(1, 4, 2, 8))
 
 

@@ -1,4 +1,4 @@
-"""`cupyflash.torch.attention`: the plain functions' results, with a gradient, under everything that torch does to operators."""
+"""`cupyflash.torch.attention`: the plain functions' results, with a gradient, under what torch does to operators."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def operator_call(tensors: Tensors, **changes: Any) -> tuple[tuple[Any, ...], di
     )
     options |= {"layout": "bshd", "causal": "none", "dropout_p": 0.0, "deterministic": True, "num_splits": 0}
     options |= {"allow_tf32": False, **changes}
-    arrays = {name: None for name in _operators._ARRAYS} | tensors
+    arrays = dict.fromkeys(_operators._ARRAYS) | tensors
     return tuple(arrays[name] for name in ("q", "k", "v", *_operators._ARRAYS)), options
 
 
@@ -217,7 +217,8 @@ def test_partial_results_in_float32(torch_device: str) -> None:
     tensors = with_gradients(problem(torch_device, torch.bfloat16))
     out, _ = call(tensors, out_dtype=torch.float32)
     assert out.dtype == torch.float32
-    assert all(grad.dtype == tensors[name].dtype for name, grad in zip(NAMES, gradients(tensors, out.sum(), None)))
+    grads = gradients(tensors, out.sum(), None)
+    assert [grad.dtype for grad in grads] == [tensors[name].dtype for name in NAMES]
 
 
 def test_pages_without_a_gradient_only(torch_device: str) -> None:
@@ -294,7 +295,8 @@ def test_a_cuda_graph_holds_a_step_and_draws_other_dropout_at_each_replay(torch_
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # compiles
-        step(), step(dropout_p=0.5)
+        step()
+        step(dropout_p=0.5)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -12,6 +12,7 @@ from cupyflash.torch._flash import (
 )
 from cupyflash.torch._kvcache import flash_attn_with_kvcache
 from cupyflash.torch._sdpa import scaled_dot_product_attention
+from cupyflash.torch._transformers import register_with_transformers
 
 __all__ = [
     "attention",
@@ -20,5 +21,6 @@ __all__ = [
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "register_with_transformers",
     "scaled_dot_product_attention",
 ]

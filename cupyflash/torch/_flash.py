@@ -82,8 +82,9 @@ def flash_attn_qkvpacked_func(
     >>> flash_attn_qkvpacked_func(torch.ones(1, 4, 3, 2, 8), causal=True).shape
     torch.Size([1, 4, 2, 8])
     """
+    q, k, v = _parts("flash_attn_qkvpacked_func", "qkv", qkv, 3)
     return flash_attn_func(
-        *_parts("flash_attn_qkvpacked_func", "qkv", qkv, 3), dropout_p, softmax_scale, causal, window_size, softcap,
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 
@@ -102,8 +103,9 @@ def flash_attn_kvpacked_func(
     >>> flash_attn_kvpacked_func(torch.ones(1, 4, 2, 8), torch.ones(1, 5, 2, 1, 8)).shape
     torch.Size([1, 4, 2, 8])
     """
+    k, v = _parts("flash_attn_kvpacked_func", "kv", kv, 2)
     return flash_attn_func(
-        q, *_parts("flash_attn_kvpacked_func", "kv", kv, 2), dropout_p, softmax_scale, causal, window_size, softcap,
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 

@@ -111,7 +111,9 @@ def _backward_shapes(
 # What records a graph.
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]
+) -> None:
     if inputs[3 + _ARRAYS.index("block_table")] is not None:
         accepted = "with pages no input may require grad: a gradient to pools of pages does not exist"
         raise UnsupportedError(refusal("attn_fwd", "block_table", "is given", accepted))

@@ -75,6 +75,11 @@ def scaled_dot_product_attention(
     return out[0] if all(tensor.dim() == 2 for tensor in rows.values()) else out
 
 
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a bool mask is True and −inf elsewhere; any other as it is."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else mask
+
+
 def _common(rows: dict[str, Tensor], axes: slice) -> tuple[int, ...]:
     """What these axes of query, key and value broadcast to."""
     try:
@@ -101,11 +106,10 @@ def _bias(mask: Tensor, scores: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if not fits:
         accepted = f"what broadcasts to {list(scores)} is accepted"
         raise ValueError(refusal(_NAME, "attn_mask", f"has shape {list(mask.shape)}", accepted))
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -math.inf)
-    elif not mask.is_floating_point():
+    if mask.dtype != torch.bool and not mask.is_floating_point():
         given = f"is of {mask.dtype}"
         raise TypeError(refusal(_NAME, "attn_mask", given, "torch.bool or a float dtype is accepted"))
+    mask = additive_mask(mask, dtype)
     if mask.dim() <= 3:
         return mask
     rows, batch = mask.shape[-3:], scores[:-3]
