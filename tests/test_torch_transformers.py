@@ -15,7 +15,7 @@ from cupyflash.torch import register_with_transformers  # noqa: E402
 
 SIZES = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8,
+    "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
 }  # fmt: skip
 
 
