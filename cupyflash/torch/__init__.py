@@ -11,6 +11,7 @@ from cupyflash.torch._flash import (
     flash_attn_varlen_func,
 )
 from cupyflash.torch._kvcache import flash_attn_with_kvcache
+from cupyflash.torch._registry import register_with_torch
 from cupyflash.torch._sdpa import scaled_dot_product_attention
 from cupyflash.torch._transformers import register_with_transformers
 
@@ -21,6 +22,7 @@ __all__ = [
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "register_with_torch",
     "register_with_transformers",
     "scaled_dot_product_attention",
 ]
