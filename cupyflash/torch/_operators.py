@@ -17,7 +17,7 @@ from cupyflash._errors import UnsupportedError, refusal
 
 Tensor = torch.Tensor
 
-# The first five have gradients.
+# The first two have gradients, as q, k and v before them have.
 _ARRAYS = (
     "bias", "sink", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "q_start", "k_start",
     "seed", "offset",
@@ -144,12 +144,12 @@ def _refuse_second_gradient(ctx: Any, grads: Any) -> None:
 def _cast_on(device: str, key: str) -> Any:
     own_key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
-    def cast(*arguments: Tensor | None, **options: Any) -> Any:
+    def cast(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None, **options: Any) -> Any:
         """As torch's own attention: q, k and v in autocast's dtype, but for float64. What is added to scores stays."""
         dtype = torch.get_autocast_dtype(device)
-        q, k, v = (x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in arguments[:3])
+        q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
         with torch._C._ExcludeDispatchKeyGuard(own_key):
-            return attn_fwd(q, k, v, *arguments[3:], **options)
+            return attn_fwd(q, k, v, *given, **options)
 
     return cast
 
