@@ -20,7 +20,7 @@ NAMES = ("q", "k", "v", "bias", "sink")  # what has a gradient
 
 def problem(device: str, dtype: Any = torch.float64, layout: str = "bshd") -> Tensors:
     row = torch.float64 if dtype == torch.float64 else torch.float32
-    shapes = {"q": (2, 5, 4, 6), "k": (2, 7, 2, 6), "v": (2, 7, 2, 3)}
+    shapes = {"q": (2, 5, 4, 3), "k": (2, 7, 2, 3), "v": (2, 7, 2, 2)}
     tensors = {name: torch.randn(shape, device=device, dtype=dtype) for name, shape in shapes.items()}
     if layout == "bhsd":
         tensors = {name: tensor.transpose(1, 2).contiguous() for name, tensor in tensors.items()}
