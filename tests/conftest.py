@@ -83,6 +83,15 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield CupyBackend()
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def torch_device(request: pytest.FixtureRequest) -> str:
+    """Where torch tensors live; the GPU part is skipped on a machine without one."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if request.param == "cuda" and not (gpu_is_there() and torch.cuda.is_available()):
+        pytest.skip("no CUDA GPU, or a torch without CUDA")
+    return request.param
+
+
 @pytest.fixture
 def fake_cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A stand-in for CuPy without a GPU: see `tests.fake_cuda`."""

@@ -1,4 +1,4 @@
-"""The Python in README and in the recipes, and every one-file example run as they stand."""
+"""The Python in README and in the documents, and every one-file example run as they stand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 BLOCKS = [
     pytest.param(block, id=f"{page}-{number}")
-    for page in ("README.md", "docs/recipes.md")
+    for page in ("README.md", "docs/recipes.md", "docs/torch.md")
     for number, block in enumerate(
         re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
     )

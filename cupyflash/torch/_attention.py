@@ -1,0 +1,110 @@
+"""`attention`: the forward, with its gradient recorded by torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cupyflash._attention import AttnOutput
+from cupyflash._errors import refusal
+from cupyflash.torch._operators import attn_fwd
+
+Tensor = torch.Tensor
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *,
+    layout: str = "bshd", scale: float | None = None, causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, dropout_p: float = 0.0,
+    deterministic: bool = False, out_dtype: torch.dtype | None = None, num_splits: int = 0,
+    split_len: int | None = None, allow_tf32: bool = False,
+    bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sink: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, seqused_k: Tensor | None = None, block_table: Tensor | None = None,
+    q_start: int | Tensor | None = None, k_start: int | Tensor = 0, seed: int | Tensor | None = None,
+    offset: int | Tensor = 0,
+) -> AttnOutput:  # fmt: skip
+    """Attention and its log-sum-exp as differentiable torch tensors.
+
+    What `cupyflash.attn_fwd` computes, with the same arguments, and `cupyflash.attn_bwd` as its gradient: to q, k, v,
+    bias and sink, from out and from lse. Under autocast q, k and v are cast to its dtype, but for float64.
+
+    Parameters
+    ----------
+    q : tensor [B, Nq, Hq, D], float16 | bfloat16 | float32 | float64
+        See `cupyflash.attn_fwd` for this and every other argument; the following differ.
+    out_dtype : torch.dtype, default q's
+        With "float32" partial results that `cupyflash.merge_states` merges.
+    block_table : tensor [B, max_pages], int32
+        Only where no input requires grad.
+    q_start, k_start : int or tensor [B], int32
+        An int must fit int32.
+    seed : int in [0, 2**63) or tensor of one element, int64 | uint64
+        By default one drawn from the default generator of the data's device where dropout_p is not 0, so that
+        `torch.manual_seed` decides it, and each replay of a CUDA graph draws another.
+
+    Returns
+    -------
+    out : tensor [B, Nq, Hq, Dv], q's dtype or `out_dtype`
+    lse : tensor [B, Hq, Nq], float32 (float64 with float64)
+
+    Raises
+    ------
+    As `cupyflash.attn_fwd`. UnsupportedError for a gradient of the gradient.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupyflash.torch import attention
+    >>> q = torch.zeros(1, 4, 2, 8, requires_grad=True)
+    >>> out, lse = attention(q, q, q, causal=True)
+    >>> (out.sum() + lse.sum()).backward()
+    >>> q.grad[0, :, 0, 0]  # as a value, out of every row that sees it
+    tensor([2.0833, 1.0833, 0.5833, 0.2500])
+    """
+    left, right = _pair(window)
+    seqs = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    if seed is None and dropout_p:
+        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+    out, lse = attn_fwd(
+        q, k, v, bias, sink, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table,
+        _tensor(q_start, seqs, torch.int32, q, absent=None), _tensor(k_start, seqs, torch.int32, q, absent=0),
+        _tensor(seed, 1, torch.int64, q, absent=None), _tensor(offset, 1, torch.int64, q, absent=0),
+        layout=layout, scale=scale, causal=_corner(causal), window_left=left, window_right=right, softcap=softcap,
+        dropout_p=dropout_p, deterministic=deterministic, out_dtype=out_dtype, num_splits=num_splits,
+        split_len=split_len, allow_tf32=allow_tf32, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
+    return AttnOutput(out, lse)
+
+
+# Operators take no unions, so what may be one of several kinds is said in one.
+
+
+def _pair(window: Any) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        accepted = "None or a pair (left, right) of ints of at least 0, with None or -1 for an unbounded side"
+        raise ValueError(refusal("attention", "window", f"is {window!r}", f"{accepted} is accepted"))
+    return window[0], window[1]
+
+
+def _corner(causal: Any) -> str:
+    if causal is False:
+        return "none"
+    if causal is True:
+        return "bottom-right"
+    if causal not in ("bottom-right", "top-left"):
+        accepted = "False, True, 'bottom-right' or 'top-left' is accepted"
+        raise ValueError(refusal("attention", "causal", f"is {causal!r}", accepted))
+    return causal
+
+
+def _tensor(value: int | Tensor | None, length: int, dtype: torch.dtype, beside: Tensor, absent: int | None) -> Any:
+    """The int as a tensor on the data's device, filled there without waiting for it; None when it says nothing."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if value is None or value == absent:
+        return None
+    return torch.full((length,), value, dtype=dtype, device=beside.device)

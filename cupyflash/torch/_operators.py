@@ -1,0 +1,169 @@
+"""Operators of torch's: `torch.ops.cupyflash.attn_fwd`, `attn_bwd`, and `kv_append`, which alone writes to its inputs.
+
+For torch an operator is a name, a schema, and functions for the keys that its dispatcher goes through: what computes
+(CPU and CUDA: the plain calls), what says the shapes of results (for torch.compile), what records a graph, and what
+casts inputs under autocast. Every argument is given in every call, because the dispatcher hands on no defaults.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cupyflash import _append
+from cupyflash._attention import Attention, attention_of
+from cupyflash._errors import UnsupportedError, refusal
+
+Tensor = torch.Tensor
+
+# The first two have gradients, as q, k and v before them have.
+_ARRAYS = (
+    "bias", "sink", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "q_start", "k_start",
+    "seed", "offset",
+)  # fmt: skip
+_INPUTS = ", ".join(["Tensor q", "Tensor k", "Tensor v", *(f"Tensor? {name}" for name in _ARRAYS)])
+_OPTIONS = (
+    "str layout, float? scale, str causal, int? window_left, int? window_right, float? softcap, float dropout_p, "
+    "bool deterministic, ScalarType? out_dtype, int num_splits, int? split_len, bool allow_tf32, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k"
+)
+
+_library = torch.library.Library("cupyflash", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_library.define(f"attn_fwd({_INPUTS}, *, {_OPTIONS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+_library.define(
+    f"attn_bwd(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, *, {_OPTIONS}) -> Tensor[]", tags=_TAGS
+)
+_library.define(
+    "kv_append(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor v, Tensor block_table, Tensor seqused_k) -> ()",
+    tags=_TAGS,
+)
+attn_fwd: Any = torch.ops.cupyflash.attn_fwd.default
+attn_bwd: Any = torch.ops.cupyflash.attn_bwd.default
+kv_append: Any = torch.ops.cupyflash.kv_append.default
+
+
+# What computes.
+
+
+def _attention(options: dict[str, Any]) -> Attention:
+    window = options["window_left"], options["window_right"]
+    causal = options["causal"]
+    return attention_of(
+        options["layout"], options["scale"], False if causal == "none" else causal, window, options["softcap"],
+        options["dropout_p"], options["deterministic"], options["out_dtype"], None, options["num_splits"],
+        options["split_len"], options["allow_tf32"],
+    )  # fmt: skip
+
+
+def _arguments(given: tuple[Tensor | None, ...], options: dict[str, Any]) -> dict[str, Any]:
+    arguments: dict[str, Any] = dict(zip(_ARRAYS, given, strict=True))
+    for name in ("k_start", "offset"):
+        arguments[name] = 0 if arguments[name] is None else arguments[name]
+    return arguments | {name: options[name] for name in ("max_seqlen_q", "max_seqlen_k")}
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    out, lse = _attention(options).fwd(q, k, v, **_arguments(given, options))
+    return out, lse
+
+
+def _backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    *given: Tensor | None, **options: Any,
+) -> list[Tensor]:  # fmt: skip
+    arguments = _arguments(given, options)
+    del arguments["block_table"]  # a forward with one records no graph
+    return list(_attention(options).bwd(q, k, v, out, lse, dout, dlse=dlse, **arguments))
+
+
+def _append_rows(
+    k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, block_table: Tensor, seqused_k: Tensor
+) -> None:
+    _append.kv_append(k_pages, v_pages, k, v, block_table=block_table, seqused_k=seqused_k)
+
+
+def _append_and_count(keys: Any, k_pages: Tensor, v_pages: Tensor, *given: Tensor) -> None:
+    """A graph that saved the pools learns that they were written."""
+    torch.autograd.graph.increment_version((k_pages, v_pages))
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        kv_append.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, k_pages, v_pages, *given)
+
+
+# What results look like.
+
+
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    heads, rows = (-3, -2) if options["layout"] == "bhsd" else (-2, -3)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=options["out_dtype"] or q.dtype)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, q.new_empty((*q.shape[:-3], q.shape[heads], q.shape[rows]), dtype=dtype)
+
+
+def _backward_shapes(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    bias: Tensor | None, sink: Tensor | None, *given: Tensor | None, **options: Any,
+) -> list[Tensor]:  # fmt: skip
+    return [like.new_empty(like.shape) for like in (q, k, v, bias, sink) if like is not None]
+
+
+# What records a graph.
+
+
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]
+) -> None:
+    if inputs[3 + _ARRAYS.index("block_table")] is not None:
+        accepted = "with pages no input may require grad: a gradient to pools of pages does not exist"
+        raise UnsupportedError(refusal("attn_fwd", "block_table", "is given", accepted))
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, *output)
+    ctx.options = keyword_only_inputs
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *inputs, out, lse = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    given = iter(attn_bwd(dout, dlse, out, lse, *inputs, **ctx.options))
+    # One for each of q, k, v, bias and sink that was given; all else has none.
+    return (*(None if like is None else next(given) for like in inputs[:5]), *([None] * len(inputs[5:])))
+
+
+def _save_nothing(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+    pass
+
+
+def _refuse_second_gradient(ctx: Any, grads: Any) -> None:
+    raise UnsupportedError("attn_bwd: has no gradient of its own; first derivatives of attention are what there is")
+
+
+# What casts under autocast.
+
+
+def _cast_on(device: str, key: str) -> Any:
+    own_key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def cast(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None, **options: Any) -> Any:
+        """As torch's own attention: q, k and v in autocast's dtype, but for float64. What is added to scores stays."""
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+        with torch._C._ExcludeDispatchKeyGuard(own_key):
+            return attn_fwd(q, k, v, *given, **options)
+
+    return cast
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("attn_fwd", _forward, _device)
+    _library.impl("attn_bwd", _backward, _device)
+    _library.impl("kv_append", _append_rows, _device)
+    _library.impl("attn_fwd", _cast_on(_device.lower(), f"Autocast{_device}"), f"Autocast{_device}")
+_library.impl("kv_append", _append_and_count, "ADInplaceOrView", with_keyset=True)
+torch.library.register_fake("cupyflash::kv_append", lambda *given: None, lib=_library)
+torch.library.register_fake("cupyflash::attn_fwd", _forward_shapes, lib=_library)
+torch.library.register_fake("cupyflash::attn_bwd", _backward_shapes, lib=_library)
+torch.library.register_autograd("cupyflash::attn_fwd", _gradients, setup_context=_save, lib=_library)
+torch.library.register_autograd(
+    "cupyflash::attn_bwd", _refuse_second_gradient, setup_context=_save_nothing, lib=_library
+)
