@@ -157,7 +157,7 @@ def memory_plan(
         grad_dtype=grad_dtype,
     )  # fmt: skip
     arrays = _arrays(q_shape, k_shape, k_shape if v_shape is None else v_shape, dtype, cu_seqlens_q, cu_seqlens_k)
-    fwd, bwd = (_judged(attention, arrays, backward=is_backward) for is_backward in (False, True))
+    fwd, bwd = (judged_of(_FUNCTION, attention, arrays, backward=is_backward) for is_backward in (False, True))
     fwd_plan, bwd_plan = forward(fwd.spec, KNOWN[arch]), backward(bwd.spec, KNOWN[arch])
     q, k, v = (arrays[name].nbytes for name in ("q", "k", "v"))
     out, lse = (_bytes(*fwd.outputs[name]) for name in ("out", "lse"))
@@ -243,13 +243,14 @@ def _arrays(
     return arrays
 
 
-def _judged(attention: Attention, arrays: dict[str, np.ndarray], *, backward: bool) -> Judged:
+def judged_of(function: str, attention: Attention, arrays: dict[str, Any], *, backward: bool) -> Judged:
+    """What the checks of a call make of such arrays; their memory is looked at where it holds offsets and lengths."""
     arguments = {
         name: parameter.default
         for name, parameter in inspect.signature(Attention.plan).parameters.items()
         if name not in ("self", "backward")
     }
-    checked, _ = _attention._plannable(_FUNCTION, attention, arguments | arrays, backward)
+    checked, _ = _attention._plannable(function, attention, arguments | arrays, backward)
     judged = checked.judged
     return replace(judged, call=filled(judged.call, _check.given(checked)))  # the offsets of packed sequences are read
 
