@@ -26,7 +26,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _cache(options: argparse.Namespace) -> int:
     folder = _environment.cache_path()
     try:
-        entries, others = _look(folder)
+        entries, others = look(folder)
     except FileNotFoundError:
         found = {"folder": str(folder), "exists": False, "entries": 0, "bytes": 0}
         _say.say(f"{folder}: not there; CuPy makes it when it is first imported", found, as_json=options.json)
@@ -47,7 +47,7 @@ def _cache(options: argparse.Namespace) -> int:
     return 1 if reason else 0
 
 
-def _look(folder: Path) -> tuple[dict[Path, int], int]:
+def look(folder: Path) -> tuple[dict[Path, int], int]:
     """What CuPy wrote there, with sizes, and how much else there is. A link is nobody's entry."""
     entries, others = {}, 0
     with os.scandir(folder) as found:

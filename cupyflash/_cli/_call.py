@@ -227,9 +227,7 @@ def _of_sizes(options: argparse.Namespace) -> _Described:
     return shapes, small | pages
 
 
-def _paged(
-    options: argparse.Namespace, shapes: dict[str, tuple[int, ...]], batch: int, len_k: int
-) -> _Described:
+def _paged(options: argparse.Namespace, shapes: dict[str, tuple[int, ...]], batch: int, len_k: int) -> _Described:
     """The same keys in as many pages as they need, and where they are."""
     page = options.page_size
     if page < 1:

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,14 @@ import numpy as np
 
 from cupyflash import _environment
 from cupyflash._api import attn_bwd, attn_fwd
-from cupyflash._cli import _problems, _say
+from cupyflash._attention import Attention
+from cupyflash._check import Judged
+from cupyflash._cli import _problems, _say, _warmup
 from cupyflash._cli._problems import Problem
+from cupyflash._memory import judged_of
 from cupyflash.testing import check_backward, check_forward
 
+_OPTIONS = {option.name for option in dataclasses.fields(Attention)}
 BACKENDS = ("numpy", "cuda")
 
 
@@ -67,6 +72,11 @@ def _verdict(backend: str, seed: int) -> Verdict:
         return Verdict(backend, 0, {}, 0.0, obstacle)
     began, wrong = time.perf_counter(), {}
     xp = importlib.import_module({"numpy": "numpy", "cuda": "cupy"}[backend])
+    if backend == "cuda" and not _warmup.why_not_kept():
+        from cupyflash._cuda.device import of
+
+        # Some seventy kernels, minutes one after the other. What does not compile fails again below, and is named.
+        _warmup.compile_all(_warmup.distinct(judged(seed), of(0)))
     with _say.Progress(_problems.count()) as progress:
         for problem in _problems.problems(seed):
             try:
@@ -75,6 +85,16 @@ def _verdict(backend: str, seed: int) -> Verdict:
                 wrong[problem.name] = " ".join(f"{type(error).__name__}: {error}".split())
             progress.step(f"{backend}: {problem.name}")
     return Verdict(backend, _problems.count(), wrong, round(time.perf_counter() - began, 3))
+
+
+def judged(seed: int) -> Iterator[Judged]:
+    """The calls of all problems, forward and backward."""
+    for problem in _problems.problems(seed):
+        said = {name: value for name, value in problem.options.items() if name in _OPTIONS}
+        arrays = {"q": problem.q, "k": problem.k, "v": problem.v}
+        arrays |= {name: value for name, value in problem.options.items() if name not in _OPTIONS}
+        for is_backward in (False, True)[: 1 + problem.has_backward]:
+            yield judged_of("check", Attention(**said), arrays, backward=is_backward)
 
 
 def _solve(problem: Problem, xp: Any) -> None:
