@@ -145,7 +145,8 @@ def run(capsys: pytest.CaptureFixture[str], line: str) -> tuple[int, str, str]:
         status = _cli.main(line.split())
     except SystemExit as stop:
         status = cast(int, stop.code)
-    return status, *capsys.readouterr()
+    said = capsys.readouterr()
+    return status, said.out, said.err
 
 
 def as_json(capsys: pytest.CaptureFixture[str], line: str) -> Any:
@@ -466,6 +467,54 @@ def test_a_kernel_that_does_not_compile_ends_warmup_with_the_log(
     monkeypatch.setattr(importlib.import_module("cupyflash._cuda.compile"), "_load", fail)
     status, _, complaint = run(capsys, "warmup --q 1,300,8,64")
     assert status == 1 and "warmup: fwd_sm90 did not compile" in complaint
+
+
+# ------------------------------------------------------------------------------------------------ bench
+
+
+def test_bench_measures_both_passes_beside_torch_and_draws_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    without_gpu(monkeypatch)
+    words = "bench --lengths 16,33 --heads 2 --dim 8 --dtype bfloat16 --causal"
+    found = as_json(capsys, f"{words} --plot {tmp_path / 'speed.svg'}")
+    assert found["backend"] == "numpy" and found["runs"] == 7
+    for row, (length, one_pass) in zip(
+        found["rows"], [(n, p) for n in (16, 33) for p in ("forward", "backward")], strict=True
+    ):
+        assert (row["length"], row["pass"]) == (length, one_pass)
+        assert all(ms["median"] > 0 for ms in row["ms"].values()) and set(row["ms"]) == {"cupyflash", "torch SDPA"}
+        assert row["apart"]["torch SDPA"] < 0.02  # a few units of bfloat16: they computed the same
+    assert "</svg>" in (tmp_path / "speed.svg").read_text()
+    status, said, _ = run(capsys, words)
+    assert status == 0 and len(said.splitlines()) == 1 + 1 + 4 + 1 and "torch SDPA, ms" in said
+
+
+def test_bench_without_torch_is_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    status, said, _ = run(capsys, "bench --backend numpy --lengths 16 --heads 1 --dim 8")
+    assert status == 0 and said.endswith("no peer: torch is not installed\n")
+    status, _, complaint = run(capsys, "bench --backend numpy --plot speed.png")
+    assert status == 1 and "`--plot` needs matplotlib" in complaint
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "complaint"),
+    [
+        ("--lengths 0,16", 2, "`--lengths` is 0; 1 and more"),
+        ("--dim 0", 2, "`--dim` is 0; 1 and more"),
+        ("--plot speed.pdf", 2, "`--plot` is speed.pdf; a .png or .svg"),
+        ("--backend cuda", 1, "the CUDA backend does not run here: no NVIDIA driver"),
+    ],
+)
+def test_what_cannot_be_measured_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, status: int, complaint: str
+) -> None:
+    without_gpu(monkeypatch)
+    got, said, complained = run(capsys, f"bench {words}")
+    assert got == status and not said and complaint in complained
 
 
 # ------------------------------------------------------------------------------------------------ progress

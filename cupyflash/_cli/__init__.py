@@ -8,11 +8,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cupyflash._cli import _cache, _check, _info, _plan, _warmup
+from cupyflash._cli import _bench, _cache, _check, _info, _plan, _warmup
 from cupyflash._cli._say import UsageError
 from cupyflash._errors import CompileError, UnsupportedError
 
-COMMANDS = (_info, _check, _plan, _warmup, _cache)
+COMMANDS = (_info, _check, _bench, _plan, _warmup, _cache)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

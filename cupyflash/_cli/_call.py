@@ -25,13 +25,13 @@ _FLAGS = {name: f"--{name.replace('_', '-')}" for name in (*_SIZES, *_SHAPES, "c
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What describes a call; names and meanings are those of `Attention` and its methods."""
-    ints = _ints("2,4096,16,128")
+    shape = ints("2,4096,16,128")
     add = parser.add_argument_group(
         "the call, by shapes or by sizes", "of arrays that lie without gaps, from a multiple of 16 bytes on"
     ).add_argument
-    add("--q", type=ints, metavar="SIZES", help="shape in the layout, as 2,4096,16,128")
-    add("--k", type=ints, metavar="SIZES", help="default: as --q")
-    add("--v", type=ints, metavar="SIZES", help="default: as --k")
+    add("--q", type=shape, metavar="SIZES", help="shape in the layout, as 2,4096,16,128")
+    add("--k", type=shape, metavar="SIZES", help="default: as --q")
+    add("--v", type=shape, metavar="SIZES", help="default: as --k")
     for name, default in (
         ("batch", "1"),
         ("len_q", ""),
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(_FLAGS[name], type=int, metavar="N", help=f"default: {default}" if default else "needed without --q")
     add("--dtype", choices=FLOATS, default="bfloat16", help="of q, k and v; default: bfloat16")
     add("--layout", choices=LAYOUTS, default="bshd", help="default: bshd")
-    offsets = _ints("0,100,256")
+    offsets = ints("0,100,256")
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         add(_FLAGS[name], type=offsets, metavar="OFFSETS", help="with --layout thd and --q, as 0,100,256")
     add = parser.add_argument_group("its options").add_argument
@@ -119,7 +119,9 @@ def main_kernel(judged: Judged, found: list[Plan[Any]]) -> str:
 # Words to values.
 
 
-def _ints(example: str) -> Any:
+def ints(example: str) -> Any:
+    """A parser of such words."""
+
     def parse(text: str) -> tuple[int, ...]:
         try:
             return tuple(int(part) for part in text.split(","))
