@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import io
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -370,13 +371,24 @@ def test_what_cannot_be_removed_is_said(
 # ------------------------------------------------------------------------------------------------ check
 
 
-def test_check_finds_numpy_right(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    without_gpu(monkeypatch)
-    status, said, progress = run(capsys, "check --seed 4")
-    seed, numpy, cuda = said.splitlines()
-    assert status == 0 and seed.split() == ["seed", "4"] and not progress
+def test_check_finds_numpy_right() -> None:
+    """All of it, with one BLAS thread: of more, each would wait for the others of a busy machine."""
+    command = [sys.executable, "-m", "cupyflash", "check", "--backend", "numpy", "--seed", "4"]
+    alone = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout
+    seed, numpy = done.stdout.splitlines()
+    assert seed.split() == ["seed", "4"] and not done.stderr
     assert numpy.startswith(f"numpy  right: {_problems.count()} problems")
-    assert cuda == "cuda   not checked: no NVIDIA driver"
+
+
+def test_check_says_why_a_backend_was_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_gpu(monkeypatch)
+    monkeypatch.setattr(_problems, "CASES", _problems.CASES[-1:])
+    status, said, _ = run(capsys, "check")
+    assert status == 0 and said.splitlines()[-1] == "cuda   not checked: no NVIDIA driver"
 
 
 def test_check_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -467,6 +479,21 @@ def test_a_kernel_that_does_not_compile_ends_warmup_with_the_log(
     monkeypatch.setattr(importlib.import_module("cupyflash._cuda.compile"), "_load", fail)
     status, _, complaint = run(capsys, "warmup --q 1,300,8,64")
     assert status == 1 and "warmup: fwd_sm90 did not compile" in complaint
+
+
+def test_check_compiles_ahead_what_it_computes_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], compiled: list[Any]
+) -> None:
+    """The GPU's arrays are NumPy's here, so that everything around the kernels runs."""
+    cases = [case for case in _problems.CASES if case.name in ("causal, top-left", "pages")]
+    monkeypatch.setattr(_problems, "CASES", cases)
+    monkeypatch.setitem(sys.modules, "cupy", np)
+    status, said, _ = run(capsys, "check --backend cuda --seed 1")
+    assert status == 0 and "cuda   right: 3 problems" in said
+    names = [plan.kernel for plan in compiled]
+    assert sorted(names) == sorted(
+        ["fwd_sm90", "bwd_preprocess", "bwd_sm90", "bwd_finish", *("fwd_generic", "fwd_combine") * 2]
+    )
 
 
 # ------------------------------------------------------------------------------------------------ bench
