@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import itertools
+import multiprocessing
+import os
 import secrets
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +28,7 @@ from cupyflash.testing import check_backward, check_forward
 
 _OPTIONS = {option.name for option in dataclasses.fields(Attention)}
 BACKENDS = ("numpy", "cuda")
+_MOST_PROCESSES = 4  # each takes longer to start than most problems take
 
 
 @dataclass(frozen=True)
@@ -70,21 +75,41 @@ def _verdict(backend: str, seed: int) -> Verdict:
     obstacle = _environment.why_no_cuda() if backend == "cuda" else ""
     if obstacle:
         return Verdict(backend, 0, {}, 0.0, obstacle)
-    began, wrong = time.perf_counter(), {}
-    xp = importlib.import_module({"numpy": "numpy", "cuda": "cupy"}[backend])
-    if backend == "cuda" and not _warmup.why_not_kept():
-        from cupyflash._cuda.device import of
-
-        # Some seventy kernels, minutes one after the other. What does not compile fails again below, and is named.
-        _warmup.compile_all(_warmup.distinct(judged(seed), of(0)))
+    began, solve = time.perf_counter(), _on_cpu if backend == "numpy" else _on_gpu
+    wrong: dict[str, str] = {}
     with _say.Progress(_problems.count()) as progress:
-        for problem in _problems.problems(seed):
-            try:
-                _solve(problem, xp)
-            except Exception as error:  # whatever it is, the machine did not do what it should: say what, and go on
-                wrong[problem.name] = " ".join(f"{type(error).__name__}: {error}".split())
+        for problem, complaint in zip(_problems.problems(seed), solve(seed), strict=True):
+            if complaint:
+                wrong[problem.name] = complaint
             progress.step(f"{backend}: {problem.name}")
     return Verdict(backend, _problems.count(), wrong, round(time.perf_counter() - began, 3))
+
+
+def _on_cpu(seed: int) -> Iterator[str]:
+    """In processes with one BLAS thread each: on a busy machine more of them wait for each other in every product."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when NumPy is imported
+    workers = min(os.cpu_count() or 1, _MOST_PROCESSES)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_complaint, _problems.problems(seed), itertools.repeat("numpy"))
+
+
+def _on_gpu(seed: int) -> Iterator[str]:
+    """Compiled ahead, since one after the other some seventy kernels take minutes."""
+    from cupyflash._cuda.device import of
+
+    if not _warmup.why_not_kept():
+        _warmup.compile_all(_warmup.distinct(judged(seed), of(0)))  # what fails here fails again below, and is named
+    for problem in _problems.problems(seed):
+        yield _complaint(problem, "cupy")
+
+
+def _complaint(problem: Problem, library: str) -> str:
+    """What is wrong; empty when nothing is. Whatever is raised, the machine did not do what it should."""
+    try:
+        _solve(problem, importlib.import_module(library))
+    except Exception as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    return ""
 
 
 def judged(seed: int) -> Iterator[Judged]:
