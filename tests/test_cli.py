@@ -309,6 +309,13 @@ def test_a_reader_who_leaves_early_is_no_error() -> None:
     assert process.returncode == 0 and not complaint
 
 
+def test_the_documents_show_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their lines are broken, and nothing else."""
+    page = (ROOT / "docs" / "command-line.md").read_text("utf-8")
+    command, shown = page.split("$ python -m cupyflash plan ")[1].split("```")[0].split("\n", 1)
+    assert run(capsys, f"plan {command}")[1].split() == shown.split()
+
+
 # ------------------------------------------------------------------------------------------------ cache
 
 

@@ -94,7 +94,7 @@ def _on_cpu(seed: int) -> Iterator[str]:
 
 
 def _on_gpu(seed: int) -> Iterator[str]:
-    """Compiled ahead, since one after the other some seventy kernels take minutes."""
+    """Compiled ahead, since one after the other many kernels take minutes."""
     from cupyflash._cuda.device import of
 
     if not _warmup.why_not_kept():

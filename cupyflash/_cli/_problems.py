@@ -33,12 +33,13 @@ class Case:
 
 
 CASES = (
-    Case("plain", _ALL, batch=2, len_k=200),
+    Case("plain", _ALL, len_k=389),
+    Case("many keys", ("float16", "bfloat16"), len_k=1100, options=_CAUSAL),
     Case("causal", _ALL, len_k=200, options=_CAUSAL),
     Case("causal, top-left", ("bfloat16",), len_q=70, options={"causal": "top-left"}),
     Case("rows without keys", len_q=150, len_k=70, options=_CAUSAL, arrays=("dlse",)),
     Case("window", ("float16", "float32"), options={"window": (20, 5)}),
-    Case("head dims 128", ("float16", "bfloat16"), dims=(128, 128), options=_CAUSAL),
+    Case("head dims 128", ("float16", "bfloat16"), len_k=300, dims=(128, 128), options=_CAUSAL),
     Case("head dims 192 and 128", ("bfloat16",), dims=(192, 128), options=_CAUSAL),
     Case("head dims 19 and 23", dims=(19, 23), options=_CAUSAL),
     Case("one KV head", ("bfloat16",), heads=(8, 1), options=_CAUSAL),
