@@ -90,7 +90,7 @@ class MemoryPlan:
         )
         lines = [f"{shapes}, {self.layout}, {self.dtype}, sm_{self.arch}"]
         for label, *cells in rows:
-            shown = (_binary(cell) if isinstance(cell, int) else cell for cell in cells)
+            shown = (in_binary(cell) if isinstance(cell, int) else cell for cell in cells)
             lines.append(f"{label:<28}{''.join(f'{text:>18}' for text in shown)}".rstrip())
         return "\n".join(lines)
 
@@ -287,7 +287,8 @@ def _bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * _interop.NUMPY_DTYPES[dtype].itemsize
 
 
-def _binary(size: int) -> str:
+def in_binary(size: int) -> str:
+    """Bytes for people."""
     power = min(max(size.bit_length() - 1, 0) // 10, 4)
     return f"{size / 2 ** (10 * power):.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}" if power else f"{size} B"
 

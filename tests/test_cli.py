@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
 import io
@@ -283,8 +284,6 @@ def test_source_is_the_text_that_is_compiled(capsys: pytest.CaptureFixture[str])
 
 
 def _described(words: str) -> Any:
-    import argparse
-
     parser = argparse.ArgumentParser()
     parser.add_argument("--backward", action="store_true")
     parser.set_defaults(command="source")
@@ -473,7 +472,9 @@ def test_warmup_says_where_it_can_be_done_instead(
     without_gpu(monkeypatch)
     status, _, complaint = run(capsys, "warmup --q 1,300,8,64 --arch 90")
     assert status == 1 and "no GPU runs here (no NVIDIA driver)" in complaint
-    assert run(capsys, "warmup --set decoding --q 1,300,8,64")[0] == 2
+    for words, flag in (("--q 1,300,8,64", "--q"), ("--page-size 8", "--page-size"), ("--backward", "--backward")):
+        status, _, complaint = run(capsys, f"warmup --set decoding {words}")
+        assert status == 2 and f"`--set` is given beside {flag};" in complaint
     assert not compiled
 
 

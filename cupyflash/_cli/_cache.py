@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cupyflash import _environment
 from cupyflash._cli import _say
+from cupyflash._memory import in_binary
 
 # A binary named by the digest of what it was made of, and its source where CuPy was told to keep that.
 _ENTRY = re.compile(r"[0-9a-f]{40}\.(cubin|ltoir)(\.cu)?")
@@ -72,4 +73,4 @@ def _clear(entries: dict[Path, int]) -> tuple[dict[Path, int], str]:
 
 
 def _counted(entries: dict[Path, int]) -> str:
-    return f"{len(entries)} files of compiled kernels, {_say.size(sum(entries.values()))}"
+    return f"{len(entries)} files of compiled kernels, {in_binary(sum(entries.values()))}"

@@ -68,10 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--arch", type=_arch, metavar="NN", help="compute capability times ten, as 90; default: this machine's GPU")
 
 
-def is_described(options: argparse.Namespace) -> bool:
-    return any(getattr(options, name) is not None for name in _FLAGS)
-
-
 def judge(options: argparse.Namespace, *, backward: bool) -> Judged:
     """The described call, as every call is judged. Raises UsageError."""
     try:

@@ -24,12 +24,6 @@ def say(text: str, found: Any, *, as_json: bool) -> None:
     print(json.dumps(found, indent=2) if as_json else text)
 
 
-def size(count: int) -> str:
-    """Bytes for people."""
-    power = min(max(count.bit_length() - 1, 0) // 10, 3)
-    return f"{count / 2 ** (10 * power):.1f} {('B', 'KiB', 'MiB', 'GiB')[power]}" if power else f"{count} B"
-
-
 class Progress:
     """A bar on one line of a terminal, gone when done; nothing where stderr is no terminal."""
 

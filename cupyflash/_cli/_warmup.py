@@ -104,10 +104,12 @@ def why_not_kept() -> str:
 def _described(options: argparse.Namespace) -> list[argparse.Namespace]:
     if options.set is None:
         return [options]
-    if _call.is_described(options):
-        raise UsageError("warmup: `--set` is given beside a described call; one of both is accepted.")
     parser = argparse.ArgumentParser()
     parser.add_argument("--backward", action="store_true")
-    _call.add_arguments(parser)
     parser.set_defaults(command=options.command)
+    _call.add_arguments(parser)
+    for name, default in vars(parser.parse_args([])).items():
+        if name != "arch" and getattr(options, name) != default:
+            given = f"`--set` is given beside --{name.replace('_', '-')}"
+            raise UsageError(f"warmup: {given}; a set or a described call is accepted, not both.")
     return [parser.parse_args(words) for words in SETS[options.set]]
