@@ -6,4 +6,5 @@ import sys
 
 from cupyflash._cli import main
 
-sys.exit(main())
+if __name__ == "__main__":  # and not where `check` starts a process, which imports this again
+    sys.exit(main())

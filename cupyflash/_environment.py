@@ -43,8 +43,14 @@ def facts() -> list[Fact]:
         found.append(_look(label, look) if is_importable else Fact(label, "not asked: see the lines above"))
     obstacles = [fact.obstacle for fact in found if fact.obstacle]
     found.append(Fact("NumPy backend", "runs"))
-    found.append(Fact("CUDA backend", f"does not run: {'; '.join(obstacles)}" if obstacles else "runs"))
+    why = "; ".join(obstacles)
+    found.append(Fact("CUDA backend", f"does not run: {why}" if why else "runs", why))
     return found
+
+
+def why_no_cuda() -> str:
+    """What stands in the way of the CUDA backend; empty when nothing does."""
+    return facts()[-1].obstacle
 
 
 def cupy_wheel() -> Fact:
@@ -69,9 +75,14 @@ def cupy_wheel() -> Fact:
     return Fact("CuPy", text)
 
 
+def cache_path() -> Path:
+    """The folder of compiled kernels, as CuPy chooses it."""
+    return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
+
+
 def cache_folder() -> Fact:
     """Where CuPy keeps compiled kernels. `import cupy` fails when that folder can be neither found nor made."""
-    folder = Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
+    folder = cache_path()
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):

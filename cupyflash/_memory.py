@@ -90,7 +90,7 @@ class MemoryPlan:
         )
         lines = [f"{shapes}, {self.layout}, {self.dtype}, sm_{self.arch}"]
         for label, *cells in rows:
-            shown = (_binary(cell) if isinstance(cell, int) else cell for cell in cells)
+            shown = (in_binary(cell) if isinstance(cell, int) else cell for cell in cells)
             lines.append(f"{label:<28}{''.join(f'{text:>18}' for text in shown)}".rstrip())
         return "\n".join(lines)
 
@@ -157,7 +157,7 @@ def memory_plan(
         grad_dtype=grad_dtype,
     )  # fmt: skip
     arrays = _arrays(q_shape, k_shape, k_shape if v_shape is None else v_shape, dtype, cu_seqlens_q, cu_seqlens_k)
-    fwd, bwd = (_judged(attention, arrays, backward=is_backward) for is_backward in (False, True))
+    fwd, bwd = (judged_of(_FUNCTION, attention, arrays, backward=is_backward) for is_backward in (False, True))
     fwd_plan, bwd_plan = forward(fwd.spec, KNOWN[arch]), backward(bwd.spec, KNOWN[arch])
     q, k, v = (arrays[name].nbytes for name in ("q", "k", "v"))
     out, lse = (_bytes(*fwd.outputs[name]) for name in ("out", "lse"))
@@ -243,13 +243,14 @@ def _arrays(
     return arrays
 
 
-def _judged(attention: Attention, arrays: dict[str, np.ndarray], *, backward: bool) -> Judged:
+def judged_of(function: str, attention: Attention, arrays: dict[str, Any], *, backward: bool) -> Judged:
+    """What the checks of a call make of such arrays; their memory is looked at where it holds offsets and lengths."""
     arguments = {
         name: parameter.default
         for name, parameter in inspect.signature(Attention.plan).parameters.items()
         if name not in ("self", "backward")
     }
-    checked, _ = _attention._plannable(_FUNCTION, attention, arguments | arrays, backward)
+    checked, _ = _attention._plannable(function, attention, arguments | arrays, backward)
     judged = checked.judged
     return replace(judged, call=filled(judged.call, _check.given(checked)))  # the offsets of packed sequences are read
 
@@ -286,7 +287,8 @@ def _bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * _interop.NUMPY_DTYPES[dtype].itemsize
 
 
-def _binary(size: int) -> str:
+def in_binary(size: int) -> str:
+    """Bytes for people."""
     power = min(max(size.bit_length() - 1, 0) // 10, 4)
     return f"{size / 2 ** (10 * power):.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}" if power else f"{size} B"
 

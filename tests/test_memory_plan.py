@@ -130,7 +130,7 @@ def _tiles(q_shape: Any, k_shape: Any, v_shape: Any, options: dict[str, Any]) ->
 
     arrays = _memory._arrays(q_shape, k_shape, v_shape, "bfloat16", None, None)
     attention = cf.Attention(**options)
-    fwd, bwd = (_memory._judged(attention, arrays, backward=flag).spec for flag in (False, True))
+    fwd, bwd = (_memory.judged_of("memory_plan", attention, arrays, backward=flag).spec for flag in (False, True))
     main = backward(bwd, KNOWN[90]).main.constants
     return forward(fwd, KNOWN[90]).constants.query_tile, main.key_tile, main.query_tile, main.head_dim
 
