@@ -106,7 +106,10 @@ def plans_of_forward(asked: Spec, device: Device) -> tuple[Plan[Any], ...]:
 
 
 def cover(device: Device) -> dict[str, Plan[Any]]:
-    """Name to plan: each (kernel, dtype, head-dim tile) plain, and every two features of AXES together somewhere."""
+    """Name to plan: each (kernel, dtype, head-dim tile) plain, and every two features of AXES together somewhere.
+
+    sm_89 has sm_86's plans and nearly its instructions, so the pairs of the one speak for the other.
+    """
     named: dict[str, Plan[Any]] = {}
     binaries: set[Any] = set()
 
@@ -122,7 +125,7 @@ def cover(device: Device) -> dict[str, Plan[Any]]:
                 add(f"{dtype} D{dim}", plans(asked, device))
     add("negative scale", plans(spec(features=Features(negative_scale=True)), device))  # alone, as others replace it
     add("tf32", plans(spec("float32", allow_tf32=True), device)[:1])
-    for number, row in enumerate(pairwise()):
+    for number, row in enumerate(pairwise() if device.arch != 89 else ()):
         dim, dim_v = SHAPES[number % len(SHAPES)]
         asked = spec_of({"dtype": PAIR_DTYPES[number % 4], "dim": dim, "dim_v": dim_v} | row)
         if is_held(asked, device):
@@ -196,7 +199,7 @@ def hopper_backwards_of_changed_scores(device: Device, *, are_all: bool) -> dict
     found: dict[Any, tuple[str, Plan[Any]]] = {}
     switches = "softcap", "alibi", "dropout"
     biases = (None, "bfloat16", "float32", "float64", "float16") if are_all else (None, "bfloat16", "float32")
-    ways: tuple[dict[str, Any], ...] = ({}, {"deterministic": True}, {"size_class": "short"})
+    ways: tuple[dict[str, Any], ...] = ({}, {"size_class": "short"}, {"deterministic": True})
     dims: tuple[Any, ...] = (64, 128, 192, 256)
     for dim, bias, *on in itertools.product(dims, biases, *((False, True),) * len(switches)):
         features = Features(bias=bias is not None, **dict(zip(switches, on, strict=True)))
@@ -204,7 +207,7 @@ def hopper_backwards_of_changed_scores(device: Device, *, are_all: bool) -> dict
         is_few = sum(on) + (bias is not None) in (1, 4)
         if dim > 128 and not is_few and not are_all:
             continue
-        for way in ways if are_all or is_few else ways[:1]:
+        for way in ways if are_all else ways[: 2 if is_few else 1]:
             for plan in plan_backward(spec("bfloat16", dim, features=features, **changes, **way), device)[1:3]:
                 if plan is not None and plan.target == "sm_90a":
                     found.setdefault(plan.binary, (f"{plan.kernel} {dim}, {features}, bias {bias}, {way}", plan))

@@ -15,6 +15,7 @@ from cupyflash._cuda import tiles
 from cupyflash._cuda.device import KNOWN
 from cupyflash._cuda.plan import Plan
 from tests import binaries
+from tests.spills import SPILLS
 
 MOST_SETS = 96  # of one architecture
 
@@ -30,7 +31,7 @@ def beyond_record(named: dict[str, Plan[Any]], pool: ProcessPoolExecutor) -> lis
     """Of each that does not compile, or warns, or spills more than is on record: what ptxas says."""
     failures = []
     for (name, plan), report in zip(named.items(), pool.map(binaries.compile_to_report, named.values()), strict=True):
-        allowed, reason = tiles.SPILLS.get(binaries.allowance_key(plan.constants), (0, "none is on record"))
+        allowed, reason = SPILLS.get(binaries.allowance_key(plan.constants), (0, "none is on record"))
         if report.log:
             failures.append(f"{name}: {report.log}")
         elif report.spill_bytes > allowed:
@@ -81,4 +82,4 @@ def test_recorded_spills_belong_to_tiles_that_exist() -> None:
     covers += [binaries.hopper_forwards(KNOWN[90], are_all=False), binaries.hopper_backwards(KNOWN[90])]
     covers += [binaries.hopper_backwards_of_changed_scores(KNOWN[90], are_all=True)]
     keys = {binaries.allowance_key(plan.constants) for cover in covers for plan in cover.values()}
-    assert set(tiles.SPILLS) <= keys
+    assert set(SPILLS) <= keys
