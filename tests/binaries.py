@@ -205,7 +205,7 @@ def hopper_backwards_of_changed_scores(device: Device, *, are_all: bool) -> dict
         features = Features(bias=bias is not None, **dict(zip(switches, on, strict=True)))
         changes: dict[str, Any] = {"mask": Mask.BAND, "bias_dtype": bias, "dbias_dtype": bias}
         is_few = sum(on) + (bias is not None) in (1, 4)
-        if dim > 128 and not is_few and not are_all:
+        if (dim > 128 or bias == "float32") and not is_few and not are_all:
             continue
         for way in ways if are_all else ways[: 2 if is_few else 1]:
             for plan in plan_backward(spec("bfloat16", dim, features=features, **changes, **way), device)[1:3]:

@@ -7,8 +7,9 @@ _WIDE_ROWS = "a warp's output rows alone take half the registers or more"
 _WIDE_DOUBLES = "a warp's rows of 256 doubles exceed a lane's registers: correct, and slow"
 _ROLES = "a warpgroup has little more than its accumulators; some addresses and factors wait on the stack"
 _ADDRESSES = "addresses of three strided arrays, in a kernel that waits for memory"
-# (constants, element, larger head-dim tile) -> (bytes, reason), the
-# largest of any architecture and feature under NVRTC 12.9. The 16-bit types share a figure.
+
+# (constants, element, larger head-dim tile) -> (bytes, reason), the largest of any architecture and feature under NVRTC
+# 12.9. The 16-bit types share a figure.
 SPILLS: dict[tuple[str, str, int], tuple[int, str]] = {
     ("FwdGeneric", "16-bit", 32): (64, _BOOKKEEPING),
     ("FwdGeneric", "16-bit", 64): (32, _BOOKKEEPING),
