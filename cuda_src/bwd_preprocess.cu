@@ -1,8 +1,9 @@
 // Per query row, before the backward: D = rowsum(dout * out) - dlse, and what the main kernel wants beside it.
 //
 // kGroup lanes share one row of one head, kVector columns each at a time. Writes (lse log2(e), D), zeroes what a main kernel adds to, the
-// rows' dq accumulator or all turns and dq of rows that see no key, rounds dout to q's type where it came wider, and sums the block's share of dsink = -sum exp(sink - lse) D in a fixed order
-// (contract, Backward). An empty row (lse -inf) gets (+inf, 0): P = exp2(x - inf) is then exactly 0, and its dout is not used.
+// rows' dq accumulator or all turns and dq of rows that see no key, rounds dout to q's type where it came wider, and sums the block's share
+// of dsink = -sum exp(sink - lse) D in a fixed order (contract, Backward). An empty row (lse -inf) gets (+inf, 0): P = exp2(x - inf) is then
+// exactly 0, and its dout is not used.
 #include "attn/gradient.cuh"
 #include "attn/mask.cuh"
 #include "tile/shared.cuh"

@@ -35,10 +35,8 @@ def warmup(*plans: Any) -> None:
 
     kernels: list[Plan[Any]] = []
     for number, plan in enumerate(plans):
-        if isinstance(plan, BackwardPlan):
-            kernels += [part for part in plan if part is not None]
-        elif isinstance(plan, Plan):
-            kernels += [part for part in (plan, plan.combine) if part is not None]
+        if isinstance(plan, (Plan, BackwardPlan)):
+            kernels += plan.kernels
         elif not isinstance(plan, NumpyPlan):
             given, accepted = f"is of type {type(plan).__name__}", "plans are accepted, as `Attention.plan` returns"
             raise TypeError(refusal("warmup", f"plans[{number}]", given, accepted))

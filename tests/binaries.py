@@ -97,12 +97,7 @@ SPLITS: tuple[tuple[str, int, str, dict[str, Any]], ...] = (
 
 def plans(asked: Spec, device: Device) -> tuple[Plan[Any], ...]:
     """Every kernel that a forward and a backward of this Spec launch."""
-    return *plans_of_forward(asked, device), *(plan for plan in plan_backward(asked, device) if plan is not None)
-
-
-def plans_of_forward(asked: Spec, device: Device) -> tuple[Plan[Any], ...]:
-    main = plan_forward(asked, device)
-    return (main,) if main.combine is None else (main, main.combine)
+    return *plan_forward(asked, device).kernels, *plan_backward(asked, device).kernels
 
 
 def cover(device: Device) -> dict[str, Plan[Any]]:
@@ -135,7 +130,7 @@ def cover(device: Device) -> dict[str, Plan[Any]]:
         add(f"widths {number}", (plan_backward(asked, device).preprocess, plan_backward(asked, device).finish))
     for number, (dtype, dim, size_class, change) in enumerate(SPLITS):
         if is_held(asked := spec(dtype, dim, size_class=size_class, mask=Mask.BAND, **change), device):
-            add(f"splits {number}", plans_of_forward(asked, device))
+            add(f"splits {number}", plan_forward(asked, device).kernels)
     add("plain", merges(device))
     for plan in appends(device):
         add(f"by {plan.constants.copy_bytes} bytes", (plan,))

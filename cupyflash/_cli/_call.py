@@ -101,10 +101,8 @@ def kernels(judged: Judged, target: Device) -> list[Plan[Any]]:
     from cupyflash._cuda.plan import backward, forward, refuse_values
 
     refuse_values(judged.call)
-    if judged.backward:
-        return [part for part in backward(judged.spec, target) if part is not None]
-    main = forward(judged.spec, target)
-    return [part for part in (main, main.combine) if part is not None]
+    choose = backward if judged.backward else forward
+    return [*choose(judged.spec, target).kernels]
 
 
 def main_kernel(judged: Judged, found: list[Plan[Any]]) -> str:

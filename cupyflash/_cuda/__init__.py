@@ -89,7 +89,7 @@ def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric | FwdSm90]) -> Work:
 
 def _forward_generic(schedule: Schedule, spec: Spec, call: Call, plan: Plan[Any]) -> None:
     c, combine = plan.constants, plan.combine
-    group = spec.heads_q // spec.heads_kv if c.packs_heads else 1
+    group = _rows_of_query(spec, c)
     heads, row_blocks = spec.heads_q // group, _row_blocks(spec, call, c)
     num_splits, split_len = _splits(call, plan, row_blocks)
     results, strides = (*rows(call.out), *per_row(call.lse)), (0, 0)
@@ -98,9 +98,9 @@ def _forward_generic(schedule: Schedule, spec: Spec, call: Call, plan: Plan[Any]
         num_rows, dim = call.len_q * group, _partial_dim(spec)
         lse_strides = heads * num_rows, num_rows
         strides = _sequences(call) * heads * num_rows * dim, _sequences(call) * heads * num_rows
-        at, size = Blank("workspace"), ITEM_BYTES[accum_of(spec.dtype)]
+        at, (out_bytes, _) = Blank("workspace"), _partial_bytes(spec, call, num_splits)
         partial_out = at, lse_strides[0] * dim, dim, lse_strides[1] * dim
-        written = (*partial_out, at + _aligned(num_splits * strides[0] * size), lse_strides[0], 1, lse_strides[1])
+        written = (*partial_out, at + _aligned(out_bytes), lse_strides[0], 1, lse_strides[1])
     table, pool = call.block_table, _given(call.k).shape
     pages = (0, 0) if table is None else (table.ptr, table.strides[0])
     page_sizes = (0, 0) if table is None else (pool[1], pool[0])
@@ -114,15 +114,27 @@ def _forward_generic(schedule: Schedule, spec: Spec, call: Call, plan: Plan[Any]
         schedule.launch(combine, blocks, (*written, *results, *strides, *sizes))
 
 
+def _rows_of_query(spec: Spec, c: FwdGeneric) -> int:
+    """Rows that a query has in a tile: the heads of a KV head, or one."""
+    return spec.heads_q // spec.heads_kv if c.packs_heads else 1
+
+
 def _row_blocks(spec: Spec, call: Call, c: FwdGeneric) -> int:
     """Blocks of one split."""
-    group = spec.heads_q // spec.heads_kv if c.packs_heads else 1
+    group = _rows_of_query(spec, c)
     return _blocks(call, call.len_q * group, c.query_tile, spec.heads_q // group)
 
 
 def _partial_dim(spec: Spec) -> int:
     """Numbers from row to row of partial results: whole 16 bytes, as all rows are aligned."""
     return -(-spec.head_dim_v // 4) * 4
+
+
+def _partial_bytes(spec: Spec, call: Call, num_splits: int) -> tuple[int, int]:
+    """Of partial out, and of partial lse."""
+    numbers = num_splits * _sequences(call) * spec.heads_q * call.len_q
+    size = ITEM_BYTES[accum_of(spec.dtype)]
+    return numbers * _partial_dim(spec) * size, numbers * size
 
 
 def _splits(call: Call, plan: Plan[Any], row_blocks: int) -> tuple[int, int]:
@@ -184,9 +196,7 @@ def plan_bytes(spec: Spec, call: Call, plan: Plan[Any] | BackwardPlan) -> int:
         if plan.combine is None:
             return 0
         num_splits, _ = _splits(call, plan, _row_blocks(spec, call, plan.constants))
-        numbers = num_splits * _sequences(call) * spec.heads_q * call.len_q
-        size = ITEM_BYTES[accum_of(spec.dtype)]
-        return _aligned(numbers * _partial_dim(spec) * size) + _aligned(numbers * size)
+        return sum(map(_aligned, _partial_bytes(spec, call, num_splits)))
     return sum(_aligned(size) for size in _workspace_parts(spec, call, plan))
 
 

@@ -102,6 +102,11 @@ class Plan(Generic[C]):
             FwdCombine(accum_of(c.element), c.out_element, c.head_dim_v), self.arch, "out and lse of all splits"
         )
 
+    @property
+    def kernels(self) -> tuple[Plan[Any], ...]:
+        """All that a forward launches, in order."""
+        return (self,) if self.combine is None else (self, self.combine)
+
     def __str__(self) -> str:
         c = self.constants
         values = ", ".join(f"{f.name}={getattr(c, f.name)}" for f in fields(c))
@@ -134,8 +139,13 @@ class BackwardPlan(NamedTuple):
         """Whether sums are zeroed before, and brought home by `finish`; else the last who adds to them writes dq."""
         return self.sums_dq and not (isinstance(self.main.constants, BwdSm90) and self.main.constants.stores_dq)
 
+    @property
+    def kernels(self) -> tuple[Plan[Any], ...]:
+        """All that it may launch, in order."""
+        return tuple(plan for plan in self if plan is not None)
+
     def __str__(self) -> str:
-        return "\n".join(str(plan) for plan in self if plan is not None)
+        return "\n".join(map(str, self.kernels))
 
 
 def head_dim_tile(head_dim: int) -> int:
