@@ -7,6 +7,7 @@
 // Tiles     q, dout, k, v, one stage; the dx sum stays in registers, the warps share its columns. Sums along a broadcast query or key
 //           axis end with a reduction of the tile through shared memory, in order.
 #include "attn/gradient.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "tile/load.cuh"
 #include "tile/matmul.cuh"
 
@@ -42,6 +43,8 @@ __device__ __forceinline__ attn::Range share(int place, int extent, int all) {
 
 extern "C" __global__ void __launch_bounds__(cf::kThreads) bwd_dbias_generic(const __grid_constant__ cf::BwdBiasParams params) {
   using namespace cf;
+  ptx::let_next_start();
+  ptx::await_previous();
   extern __shared__ __align__(128) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const Problem& problem = params.problem;

@@ -16,6 +16,7 @@
 //           of the bias, full: all who load it; empty: every thread of consumer 0.
 // Order     dk and dv: fixed, head by head and tile by tile.
 #include "attn/key_scores.cuh"
+#include "ptx/griddepcontrol.cuh"
 
 namespace cf {
 
@@ -198,10 +199,14 @@ __device__ __forceinline__ void make_dk(Smem& smem, const BwdSm90Params& params)
 
 extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_dkv_sm90(const __grid_constant__ cf::BwdSm90Params params) {
   using namespace cf;
+  ptx::let_next_start();
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const attn::Work work = attn::find_work<false, kKeyTile>(params.problem, blockIdx.x);
-  if (work.tile < 0) return;
+  if (work.tile < 0) {
+    ptx::await_previous();  // as all blocks do: kernels must not overtake each other
+    return;
+  }
   if (threadIdx.x == 0) {
     smem.bias.init(kBiasLoaders, kGroup);
 #pragma unroll
@@ -212,6 +217,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_dkv_sm90(const
     prepare_block(smem.control, params.problem, work);
     if constexpr (kHasDropout) smem.dropout = attn::Dropout(params.scores, params.problem, work.sequence, 0);
   }
+  ptx::await_previous();
   __syncthreads();
   const int group = warp::uniform(threadIdx.x / kGroup);
   if (group == 0) {

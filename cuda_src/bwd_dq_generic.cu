@@ -7,6 +7,7 @@
 // Tiles     q, dout [kQueryTile, .] for the whole block; k, v [kKeyTile, .] in kStages cp.async stages; a warp owns
 //           kQueryTile / kWarps query rows. For double ds passes through shared memory, each warp its own rows.
 #include "attn/gradient.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "tile/load.cuh"
 #include "tile/matmul.cuh"
 
@@ -43,6 +44,8 @@ using warp::Major;
 extern "C" __global__ void __launch_bounds__(cf::kThreads, cf::kBlocksPerSm)
 bwd_dq_generic(const __grid_constant__ cf::BwdParams params) {
   using namespace cf;
+  ptx::let_next_start();
+  ptx::await_previous();
   extern __shared__ __align__(128) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const Problem& problem = params.problem;

@@ -13,6 +13,7 @@
 //           Named: each consumer's own, and its turn, which the other gives.
 // Order     every sum is in the order of the tiles.
 #include "attn/gradient.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "tile/warpgroup.cuh"
 
@@ -254,11 +255,15 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const BwdSm90P
 
 extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_dq_sm90(const __grid_constant__ cf::BwdSm90Params params) {
   using namespace cf;
+  ptx::let_next_start();
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const int block = kIsMasked ? gridDim.x - 1 - blockIdx.x : blockIdx.x;  // long tiles first
   const attn::Work work = attn::find_work<true, kQueryTile>(params.problem, block);
-  if (work.tile < 0) return;
+  if (work.tile < 0) {
+    ptx::await_previous();  // as all blocks do: kernels must not overtake each other
+    return;
+  }
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(smem.q_full, 1);
     ptx::mbarrier_init(smem.dout_full, 1);
@@ -275,6 +280,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_dq_sm90(const 
     ptx::mbarrier_init_fence();
     smem.job = Job(params.problem, work);
   }
+  ptx::await_previous();
   __syncthreads();
   if (smem.job.count == 0) {
     if (!kAccumulate) store_empty(smem.job, params);

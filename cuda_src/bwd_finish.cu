@@ -2,6 +2,7 @@
 //
 // One warp per 16 query rows of one head. Rows that no sequence covers become zero. The first block of a head sums dsink in order.
 #include "attn/sequence.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/reduce.cuh"
 #include "tile/fragment.cuh"
 
@@ -17,6 +18,8 @@ constexpr int kCols = 32;  // under way at once; what every head dim's tile is a
 
 extern "C" __global__ void __launch_bounds__(cf::kThreads) bwd_finish(const __grid_constant__ cf::BwdFinishParams params) {
   using namespace cf;
+  ptx::let_next_start();
+  ptx::await_previous();
   const Problem& problem = params.problem;
   if (params.dsink && blockIdx.x < problem.heads_q && threadIdx.x == 0) {
     const Accum* parts = static_cast<const Accum*>(params.dsink_parts) + static_cast<int64>(blockIdx.x) * params.parts;

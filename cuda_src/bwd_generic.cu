@@ -11,6 +11,7 @@
 // Order     dk and dv: fixed, head by head and tile by tile. dq: the order in which blocks arrive.
 // Barriers  a: the stage's q, dout and stats are there (and the other stage is free); b: p and ds are written; then a again.
 #include "attn/gradient.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/reduce.cuh"
 #include "tile/load.cuh"
 #include "tile/matmul.cuh"
@@ -55,6 +56,8 @@ using warp::Major;
 extern "C" __global__ void __launch_bounds__(cf::kThreads, cf::kBlocksPerSm)
 bwd_generic(const __grid_constant__ cf::BwdParams params) {
   using namespace cf;
+  ptx::let_next_start();
+  ptx::await_previous();
   extern __shared__ __align__(128) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const Problem& problem = params.problem;

@@ -6,6 +6,7 @@
 // exactly 0, and its dout is not used.
 #include "attn/gradient.cuh"
 #include "attn/mask.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "tile/shared.cuh"
 
 namespace cf {
@@ -60,6 +61,7 @@ __device__ __forceinline__ void zero_row(const BwdPreprocessParams& params, cons
 
 extern "C" __global__ void __launch_bounds__(cf::kThreads) bwd_preprocess(const __grid_constant__ cf::BwdPreprocessParams params) {
   using namespace cf;
+  ptx::let_next_start();
   const Problem& problem = params.problem;
   const attn::Work work = attn::find_work<true, kQueryTile>(problem, blockIdx.x);  // none: still a part of dsink, of 0
   const attn::Sequence seq = work.sequence;

@@ -25,6 +25,7 @@
 //           If kStoresDq, who comes first stores, and who comes last takes the sum along and writes dq itself: fewer passes over memory,
 //           at the price of dq's warpgroup waiting for its turn.
 #include "attn/key_scores.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/turn.cuh"
 
 namespace cf {
@@ -366,11 +367,15 @@ __device__ __forceinline__ void make_dq(Smem& smem, const BwdSm90Params& params)
 
 extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __grid_constant__ cf::BwdSm90Params params) {
   using namespace cf;
+  ptx::let_next_start();
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const int block = kIsOrdered ? ordered_block(params.problem) : blockIdx.x;
   const attn::Work work = attn::find_work<false, kKeyTile>(params.problem, block);
-  if (work.tile < 0) return;
+  if (work.tile < 0) {
+    ptx::await_previous();  // as all blocks do: kernels must not overtake each other
+    return;
+  }
   if (threadIdx.x == 0) {
     smem.bias.init(kBiasLoaders, kConsumerThreads);
 #pragma unroll
@@ -390,6 +395,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __g
                     static_cast<float>(params.scores.keep_scale), params.problem.tiles_k - 1 - block % params.problem.tiles_k};
     if constexpr (kHasDropout) smem.dropout = attn::Dropout(params.scores, params.problem, work.sequence, 0);
   }
+  ptx::await_previous();
   __syncthreads();
   const int group = warp::uniform(threadIdx.x / kGroup);
   if (group == 0) {

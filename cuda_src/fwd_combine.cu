@@ -3,6 +3,7 @@
 // A block a row. Every warp takes each kWarps-th split, weighted by exp(l_s - max), and the warps' sums meet in shared memory. A split in which
 // the row sees no key has l_s = -inf and, as the forward leaves it, zeros. The order of sums depends on the number of splits alone.
 #include "params.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/math.cuh"
 #include "tile/fragment.cuh"
 
@@ -28,6 +29,8 @@ __device__ __forceinline__ Accum block_max(Accum (&parts)[kWarps], Accum x) {
 
 extern "C" __global__ void __launch_bounds__(cf::kThreads) fwd_combine(const __grid_constant__ cf::FwdCombineParams params) {
   using namespace cf;
+  ptx::let_next_start();
+  ptx::await_previous();
   __shared__ Accum tops[kWarps], totals[kWarps], sums[kWarps][kHeadDimV];
   const int row = blockIdx.x % params.rows, head = blockIdx.x / params.rows % params.heads, batch = blockIdx.x / params.rows / params.heads;
   const Accum* const lse = static_cast<const Accum*>(params.partial_lse.data) + batch * params.partial_lse.stride_b +

@@ -15,6 +15,7 @@
 #include "attn/pages.cuh"
 #include "attn/scores.cuh"
 #include "attn/softmax.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "tile/load.cuh"
 #include "tile/matmul.cuh"
 
@@ -47,6 +48,7 @@ using OutFragment = warp::Fragment<kM, kHeadDimV / 8, Accum>;
 extern "C" __global__ void __launch_bounds__(cf::kThreads, cf::kBlocksPerSm)
 fwd_generic(const __grid_constant__ cf::FwdParams params) {
   using namespace cf;
+  if (kIsSplit) ptx::let_next_start();
   extern __shared__ __align__(128) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const Problem& problem = params.problem;

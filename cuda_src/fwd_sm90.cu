@@ -9,11 +9,12 @@
 //
 // Threads   kConsumers warpgroups behind the producers', whose registers they take over.
 // Shared    q [kQueryStages][kQueryTile, kHeadDim], k [kStages][kKeyTile, kHeadDim], v [kStages][kKeyTile, kHeadDimV], and out where there
-//           is room, in panels of 64 columns as the copy engine swizzles them.
+//           is room, in panels of 64 columns as the copy engine swizzles them; of each consuming warp a key tile's bias.
 // Barriers  full: one arrival, of the thread that asks for the copies, and their bytes. empty: one arrival a consumer, after the wait that
 //           proves its products done. Of a published tile, full: the scheduler; empty: both loaders and every thread of the consumers.
 //           Named: each consumer's own, and its turn, which the one before it gives. out belongs to the warp that writes its rows.
 // Order     blocks stay, and take tiles in an order that needs no counter: tile_of. Of packed sequences some blocks take one.
+#include "attn/bias_tile.cuh"
 #include "attn/dropout.cuh"
 #include "attn/scores.cuh"
 #include "attn/softmax.cuh"
@@ -52,6 +53,15 @@ struct Tile {
   attn::Dropout dropout;
 };
 
+constexpr int kConsumingWarps = kQueryTile / kWarpRows;
+template <bool kIsThere>
+struct BiasTiles {
+  tile::Shared<BiasElement, kWarpRows, kKeyTile> bias[kConsumingWarps];
+};
+template <>
+struct BiasTiles<false> {};
+static_assert(sizeof(BiasTiles<true>) % 1024 == 0);
+
 template <bool kIsThere>
 struct OutTile {
   Element out[kPanelsV][kQueryTile][kPanel];
@@ -59,7 +69,7 @@ struct OutTile {
 template <>
 struct OutTile<false> {};
 
-struct alignas(1024) Smem : OutTile<kPassesOut> {  // a swizzle repeats every 1024 bytes
+struct alignas(1024) Smem : OutTile<kPassesOut>, BiasTiles<kHasBias> {  // a swizzle repeats every 1024 bytes
   Element q[kQueryStages][kPanels][kQueryTile][kPanel];
   Element k[kStages][kPanels][kKeyTile][kPanel];
   Element v[kStages][kPanelsV][kKeyTile][kPanel];
@@ -75,8 +85,8 @@ using Switches = attn::Switches<float, BiasElement, kIsMasked, kHasSoftcap, kHas
 using SFragment = warp::Fragment<1, kKeyTile / 8>;
 constexpr int kHalfTile = kKeyTile / 2;  // of keys
 constexpr bool kTakesHalves = kIsMasked && kConsumers == 2 && Switches::kIsRaw && !kHasDropout;  // of the diagonal's tile, each as it is seen
-constexpr bool kReadsBiasAhead = kHasBias && kIsHalf<BiasElement>;  // before its scores are there; registers allow no wider ones
 constexpr bool kLooksAhead = kConsumers == 2;  // at the next tile, under this one's last product
+static_assert(kLooksAhead || !kHasBias, "a tile's first bias is on its way before the tile before is done");
 using SHalf = warp::Fragment<1, kHalfTile / 8>;
 using OutFragment = warp::Fragment<1, kHeadDimV / 8>;
 using Softmax = attn::Softmax<1, float, false>;
@@ -132,13 +142,21 @@ __device__ __forceinline__ void store_empty(const FwdSm90Params& params, const T
   }
 }
 
+// Heads are numbered batch row by batch row; those that share a bias side by side, so that L2 has it for all of them.
+__device__ __forceinline__ int in_order_of_bias(const FwdSm90Params& params, int number) {
+  if (!kHasBias || params.scores.bias_stride_b != 0) return number;
+  const Problem& problem = params.problem;
+  const int place = number / problem.tiles_q, head = place % problem.batch * problem.heads_q + place / problem.batch;
+  return head * problem.tiles_q + number % problem.tiles_q;
+}
+
 // Writes the next tile that has keys, if there is one; `i` counts this block's.
 __device__ __forceinline__ bool find_next(Tile& tile, int& i, const FwdSm90Params& params) {
   const Problem& problem = params.problem;
   for (;;) {
     const uint32 number = tile_of(params, i++);
     if (number >= static_cast<uint32>(params.places)) return false;
-    const attn::Work work = attn::find_work<true, kQueryTile>(problem, static_cast<int>(number));
+    const attn::Work work = attn::find_work<true, kQueryTile>(problem, in_order_of_bias(params, static_cast<int>(number)));
     if (work.tile < 0) continue;
     if (warp::lane() == 0) {
       const attn::Band<kIsMasked> band(problem, work.sequence);
@@ -212,6 +230,13 @@ __device__ __forceinline__ void load_values(Smem& smem, const FwdSm90Params& par
   load_all(smem, smem.v, params.v, smem.v_full, smem.v_empty, [](const Tile&) {});
 }
 
+using BiasFragment = attn::BiasFragment<BiasElement, 1, kKeyTile / 8>;
+using BiasRows = attn::BiasRows<BiasElement, kKeyTile>;
+template <bool kIsThere>
+__device__ __forceinline__ typename BiasRows::Tile& bias_place(BiasTiles<kIsThere>& places) {
+  return places.bias[threadIdx.x / kWarpSize - kGroup / kWarpSize];
+}
+
 // s = q k^T of this consumer's rows.
 __device__ __forceinline__ void multiply_keys(SFragment& s, uint64 q, uint64 k) {
 #pragma unroll
@@ -257,13 +282,15 @@ template <int kN>
 __device__ __forceinline__ bool to_probabilities(warp::Fragment<1, kN>& s, Softmax& softmax, float (&rescale)[2],
                                                  const attn::ScoreMap<Switches>& scores, float fold, const attn::Dropout& dropout,
                                                  int query, int key, bool is_first,
-                                                 const attn::BiasAhead<BiasElement, 1, kN>* bias = nullptr) {
-  if (kTakesHalves && is_first && 8 * kN == kKeyTile) {
+                                                 const attn::BiasFragment<BiasElement, 1, kN>* bias = nullptr) {
+  if (bias && scores.bias.has_chunks) {  // it has been read
+    scores.apply(s, query, key, static_cast<warp::Fragment<1, kN>*>(nullptr), bias);
+  } else if (kTakesHalves && is_first && 8 * kN == kKeyTile) {
     SHalf* const halves = reinterpret_cast<SHalf*>(&s);
 #pragma unroll
     for (int half = 0; half < 2; ++half) scores.apply(halves[half], query, key + half * kHalfTile, static_cast<SHalf*>(nullptr));
   } else {
-    scores.apply(s, query, key, static_cast<warp::Fragment<1, kN>*>(nullptr), bias);
+    scores.apply(s, query, key, static_cast<warp::Fragment<1, kN>*>(nullptr));
   }
   const Softmax::Step step = kIsBounded && !is_first ? softmax.keep(fold) : softmax.raise(s, fold);
 #pragma unroll
@@ -343,6 +370,8 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
   OutFragment out;
   uint32 p[kKeyTile / 16][4];
   float rescale[2];
+  BiasRows bias_rows;
+  BiasFragment bias;
 
   const auto await_tile = [&] {  // whether there is another one
     ptx::mbarrier_wait(smem.tile_full[tiles.stage], tiles.parity);
@@ -390,9 +419,28 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
     return Start{tile.band.uniform(), warp::uniform(tile.query_begin + warp_row), warp::uniform(tile.end - 1) * kKeyTile,
                  warp::uniform(tile.count) - 1};
   };
+  // A tile's first bias is asked for where the tile comes into sight, the others as soon as their place is free.
+  const auto ask_for_bias = [&](const Start& start) {
+    if constexpr (kHasBias) {
+      const Tile& tile = smem.tiles[tiles.stage];
+      bias_rows = BiasRows(attn::Bias<BiasElement>(params.scores, tile.sequence, tile.head), start.query, start.key, start.band.len_q);
+      if (bias_rows.has_chunks) bias_rows.copy_next(bias_place(smem), start.band.len_k - start.key);
+    }
+  };
+  const auto take_bias = [&](int keys, bool is_last) {
+    if constexpr (kHasBias) {
+      if (!bias_rows.has_chunks) return;
+      ptx::cp_async_wait<0>();
+      __syncwarp();
+      attn::read_rows<BiasElement, kKeyTile>(bias, bias_place(smem));
+      __syncwarp();
+      if (!is_last) bias_rows.copy_next(bias_place(smem), keys + kKeyTile);
+    }
+  };
   bool has_tile = await_tile();
   if (!has_tile) return;
   Start next = start_of_tile();
+  ask_for_bias(next);
   issue_scores();
   if (consumer == kConsumers - 1) give_turn();
   while (has_tile) {
@@ -404,18 +452,12 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
     attn::ScoreMap<Switches> scores(band, params.scores, seq, tile.head);
     scores.settle();
     Softmax softmax(kIsBounded ? max_of(0.0f, 1 - kHeadroom / fold) : -kInfinity);
-    attn::BiasAhead<BiasElement, 1, kKeyTile / 8> bias;
-    const auto read_bias = [&](int key, bool is_last) {
-      if constexpr (kReadsBiasAhead) scores.read_ahead(bias, query, key);
-      if constexpr (kHasBias)
-        if (!is_last) scores.bias.prefetch<kKeyTile>(query, key - kKeyTile, band.len_q);
-    };
     const auto probabilities = [&](int key, bool is_first) {
-      return to_probabilities(s, softmax, rescale, scores, fold, tile.dropout, query, key, is_first, kReadsBiasAhead ? &bias : nullptr);
+      return to_probabilities(s, softmax, rescale, scores, fold, tile.dropout, query, key, is_first, kHasBias ? &bias : nullptr);
     };
 
     int key = next.key, left = next.left;
-    read_bias(key, left == 0);
+    take_bias(band.len_k - key, left == 0);
     out.zero();
     ptx::wgmma_wait<0>();
     take_scores(left == 0);
@@ -436,13 +478,13 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
 
     for (; left > 0; --left) {
       key -= kKeyTile;
-      read_bias(key, left == 1);
       ptx::mbarrier_wait(smem.k_full[keys.stage], keys.parity);
       take_turn();
       issue_scores();
       if (has_risen) multiply_rows(out, rescale);
       issue_values();
       give_turn();
+      take_bias(band.len_k - key, left == 1);
       ptx::wgmma_wait<1>();
       take_scores(left == 1);
       has_risen = probabilities(key, false);
@@ -461,6 +503,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
     issue_scores();  // of nothing, if there is none: a product under a condition would be waited for at once
     if (has_tile || consumer < kConsumers - 1) give_turn();
     if (kLooksAhead) next = start_of_tile();
+    if (has_tile) ask_for_bias(next);
     const bool has_sink = params.scores.sink && !seq.is_slack;
     const float sink = has_sink ? static_cast<const float*>(params.scores.sink)[tile.head] : 0;
     float factor[2];

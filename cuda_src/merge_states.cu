@@ -4,6 +4,7 @@
 // A state with l_s = -inf means 'no keys': its payload is not used, whatever it holds. Every value is read before it is written, by
 // the lane that owns it or before the warp meets, so the result may lie in one of the states.
 #include "attn/state.cuh"
+#include "ptx/griddepcontrol.cuh"
 
 namespace cf {
 
@@ -18,6 +19,8 @@ using Partial = attn::ColumnsOf<kIsUniform, StateElement, kColumns, Accum>::Type
 
 extern "C" __global__ void __launch_bounds__(cf::kThreads) merge_states(const __grid_constant__ cf::MergeParams params) {
   using namespace cf;
+  ptx::let_next_start();
+  ptx::await_previous();
   const attn::Row row = attn::row_of_thread<kThreads>(params.len, params.heads);
   const bool is_row = row.batch < params.batch;  // else the lanes still take part in the warp's exchanges
 

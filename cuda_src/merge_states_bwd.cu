@@ -4,6 +4,7 @@
 //
 // A group of lanes per (row, head). A state without keys (l_s = -inf) gets zeros, and its payload is not read.
 #include "attn/state.cuh"
+#include "ptx/griddepcontrol.cuh"
 
 namespace cf {
 
@@ -16,6 +17,8 @@ using Merged = attn::ColumnsOf<kIsUniform, ResultElement, kColumns, Accum>::Type
 
 extern "C" __global__ void __launch_bounds__(cf::kThreads) merge_states_bwd(const __grid_constant__ cf::MergeBwdParams params) {
   using namespace cf;
+  ptx::let_next_start();
+  ptx::await_previous();
   const attn::Row row = attn::row_of_thread<kThreads>(params.len, params.heads);
   const bool is_row = row.batch < params.batch;  // else the lanes still take part in the warp's exchanges
   const State& merged = params.merged;

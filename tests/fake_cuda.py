@@ -60,7 +60,11 @@ def make_cupy() -> Any:
     cupy.cuda = SimpleNamespace(
         Device=Device,
         get_current_stream=lambda device: SimpleNamespace(ptr=1000 + device),
-        runtime=SimpleNamespace(getDevice=lambda: cupy.current, setDevice=lambda id: setattr(cupy, "current", id)),
+        runtime=SimpleNamespace(
+            getDevice=lambda: cupy.current,
+            setDevice=lambda id: setattr(cupy, "current", id),
+            driverGetVersion=lambda: 13_000,
+        ),
     )
     return cupy
 
@@ -75,24 +79,45 @@ class Launched(NamedTuple):
     smem_bytes: int
     stream: int
     device: int
+    is_early: bool
 
 
 def take_launches(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that leave a `Launched` in `cupy.launches` and do nothing else."""
 
-    def load(plan: Any, ordinal: int) -> Any:
-        def launch(grid: Any, block: Any, arguments: Any, *, shared_mem: int, stream: Any) -> None:
-            (struct,) = arguments
-            launched = Launched(plan.binary, grid, block, struct.tobytes(), shared_mem, stream.ptr, cupy.current)
-            cupy.launches.append(launched)
+    class Kernel:
+        def __init__(self, plan: Any, ordinal: int) -> None:
+            self.binary, self.kernel, self.ptr = plan.binary, plan.kernel, 1 + len(loaded)
+            loaded[self.ptr] = self
 
-        return launch
+        def __call__(self, grid: Any, block: Any, arguments: Any, *, shared_mem: int, stream: Any) -> None:
+            self.take(grid, block, arguments[0].tobytes(), shared_mem, stream.ptr)
 
-    maps = importlib.import_module("cupyflash._cuda.tensor_map")
-    monkeypatch.setattr(maps, "_driver", lambda: _Driver)
+        def take(self, *asked: Any, is_early: bool = False) -> None:
+            cupy.launches.append(Launched(self.binary, *asked, cupy.current, is_early))
+
+    loaded: dict[int, Kernel] = {}
+    maps, driver, params = (
+        importlib.import_module(f"cupyflash._cuda.{name}") for name in ("tensor_map", "driver", "params")
+    )
+
+    class Driver(_Driver):
+        @staticmethod
+        def cuLaunchKernelEx(config: Any, function: Any, arguments: Any, extra: Any) -> int:
+            """What `driver.launch_early` asks for, read back from where the driver would read it."""
+            asked, kernel = config._obj, loaded[function.value]
+            size = -(-params.packer(kernel.kernel).size // params._ALIGN) * params._ALIGN
+            struct = ctypes.string_at(ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))[0], size)
+            grid, block = ((shape[0],) for shape in (asked.grid, asked.block))
+            attribute = asked.attributes[0]
+            is_early = (asked.num_attributes, attribute.id, attribute.value[0]) == (1, 6, 1)
+            kernel.take(grid, block, struct, asked.smem_bytes, asked.stream, is_early=is_early)
+            return 0
+
+    monkeypatch.setattr(driver, "library", lambda: Driver)
     monkeypatch.setattr(maps, "_words", maps._words.__wrapped__)  # nothing of this driver's is kept
     compiler = importlib.import_module("cupyflash._cuda.compile")
-    monkeypatch.setattr(compiler, "_load", load)
+    monkeypatch.setattr(compiler, "_load", Kernel)
     monkeypatch.setattr(compiler, "_kernels", {})
     monkeypatch.setattr(device, "of", lambda ordinal: KNOWN[90])
 

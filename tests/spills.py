@@ -6,6 +6,7 @@ _BOOKKEEPING = "fragments fill all 255 registers; some addresses and bounds are 
 _WIDE_ROWS = "a warp's output rows alone take half the registers or more"
 _WIDE_DOUBLES = "a warp's rows of 256 doubles exceed a lane's registers: correct, and slow"
 _ROLES = "a warpgroup has little more than its accumulators; some addresses and factors wait on the stack"
+_WIDE_BIAS = "a tile's float64 bias passes through four registers an element pair"
 _ADDRESSES = "addresses of three strided arrays, in a kernel that waits for memory"
 
 # (constants, element, larger head-dim tile) -> (bytes, reason), the largest of any architecture and feature under NVRTC
@@ -21,7 +22,10 @@ SPILLS: dict[tuple[str, str, int], tuple[int, str]] = {
     ("FwdGeneric", "float32", 192): (64, _WIDE_ROWS),
     ("FwdGeneric", "float32", 256): (78, _WIDE_ROWS),
     ("FwdGeneric", "float64", 256): (2832, _WIDE_DOUBLES),
-    ("FwdSm90", "16-bit", 128): (4, _BOOKKEEPING),  # with a float64 bias
+    ("FwdSm90", "16-bit", 64): (144, _WIDE_BIAS),
+    ("FwdSm90", "16-bit", 128): (60, _WIDE_BIAS),  # with one of 16 bits 8
+    ("FwdSm90", "16-bit", 192): (124, _WIDE_BIAS),
+    ("FwdSm90", "16-bit", 256): (28, _WIDE_BIAS),
     ("FwdCombine", "any", 64): (16, _ADDRESSES),
     ("FwdCombine", "any", 256): (8, _ADDRESSES),
     ("BwdPreprocess", "16-bit", 0): (16, _ADDRESSES),

@@ -89,8 +89,9 @@ class FwdSm90(_Scores):
         q = self.query_stages * self.query_tile * self.head_dim
         out = self.query_tile * self.head_dim_v if self.passes_out else 0
         tiles = q + self.stages * self.key_tile * (self.head_dim + self.head_dim_v) + out
+        bias = ITEM_BYTES[self.bias_element] * self.query_tile * self.key_tile if self.has_bias else 0
         barriers, published = 8 * (2 * self.query_stages + 4 * self.stages + 2 * _TILES), _TILE_BYTES * _TILES
-        return -(-(2 * tiles + barriers + published) // 1024) * 1024
+        return -(-(2 * tiles + bias + barriers + published) // 1024) * 1024
 
     @property
     def passes_out(self) -> bool:

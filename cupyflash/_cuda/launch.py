@@ -1,4 +1,8 @@
-"""The only caller of a kernel."""
+"""The only caller of a kernel.
+
+All but the first kernel of a call may start before the one in front of them is done (programmatic dependent launch, on
+sm_90 and later): they wait for it themselves, `ptx/griddepcontrol.cuh`, so that only the starting overlaps.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,12 @@ from typing import Any
 
 from .._errors import UnsupportedError
 from .._spec import FilledIn
+from . import driver
 from .compile import kernel
 from .params import Template
 from .plan import MAX_BLOCKS, Plan
 
+_EARLY_ARCH = 90  # the first whose kernels can start early
 Step = Callable[[FilledIn, Any], None]  # what is given, and the stream as CuPy's launch wants it
 
 
@@ -36,6 +42,16 @@ class Launch:
         self._kernel(self._grid, self._block, arguments, shared_mem=self._smem_bytes, stream=stream)
 
 
+class EarlyLaunch(Launch):
+    """The same of a kernel behind another one of its call, which may start before that one is done."""
+
+    __slots__ = ()
+
+    def __call__(self, given: FilledIn, stream: Any) -> None:
+        (blocks,), (threads,), struct = self._grid, self._block, self._struct.packed(given)
+        driver.launch_early(self._kernel.ptr, blocks, threads, self._smem_bytes, struct, stream.ptr)
+
+
 class Schedule:
     """What a call runs on its device, in order."""
 
@@ -49,7 +65,8 @@ class Schedule:
     def launch(self, plan: Plan[Any], blocks: int, values: tuple[Any, ...]) -> None:
         """Add a launch of `blocks` blocks with this struct; nothing for none."""
         if blocks:
-            self.steps.append(Launch(plan, blocks, values, self.device))
+            is_early = bool(self.steps) and plan.arch >= _EARLY_ARCH and driver.launches_early()
+            self.steps.append((EarlyLaunch if is_early else Launch)(plan, blocks, values, self.device))
 
     def __call__(self, given: FilledIn, stream: int) -> None:
         if self._cuda.runtime.getDevice() == self.device:  # nearly always; entering the device would cost more

@@ -296,10 +296,14 @@ class Template:
         self._pack = struct.Struct(f"{form}{len(packed) - end}s").pack
         self._dtype = np.dtype((np.void, len(packed)))  # without fields: CuPy is slow to copy those
 
-    def filled(self, given: FilledIn) -> np.void:
+    def packed(self, given: FilledIn) -> bytes:
         """The one by-value argument of the kernel's launch."""
         parts = self._parts.copy()  # another thread may be filling this too
         for at, name, offset in self._blanks:
             value = given[name]
             parts[at] = offset + (value if isinstance(value, int) else value.ptr)
-        return np.frombuffer(self._pack(*parts), self._dtype)[0]
+        return self._pack(*parts)
+
+    def filled(self, given: FilledIn) -> np.void:
+        """The same as CuPy takes it."""
+        return np.frombuffer(self.packed(given), self._dtype)[0]

@@ -7,12 +7,12 @@ are made once a form.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import lru_cache
 
 from .._spec import View
+from . import driver
 from .constants import ITEM_BYTES, SM90_PANEL
 from .params import MAP_WORDS
 
@@ -40,7 +40,7 @@ def _words(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], rows: i
     buffer = ctypes.create_string_buffer(8 * len(NO_MAP) + _ALIGN)
     at = -(-ctypes.addressof(buffer) // _ALIGN) * _ALIGN
     with _current(device):
-        status = _driver().cuTensorMapEncodeTiled(
+        status = driver.library().cuTensorMapEncodeTiled(
             ctypes.c_void_p(at),
             _DTYPES[dtype],
             4,
@@ -73,8 +73,3 @@ def _current(device: int) -> Iterator[None]:
     finally:
         if before != device:
             runtime.setDevice(before)
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")

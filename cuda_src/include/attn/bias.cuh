@@ -1,7 +1,6 @@
 // One head's bias as a kernel reads it: element by element, or two columns at once, as a lane of an accumulator has them.
 #pragma once
 #include "attn/mask.cuh"
-#include "ptx/prefetch.cuh"
 
 namespace cf::attn {
 
@@ -23,27 +22,17 @@ struct Bias {
   using Pair = BiasPair<T>;
   const T* data;
   int64 stride_q, stride_k;
-  bool has_pairs;  // an even column and the next lie side by side, and so that one instruction may read them
+  bool has_pairs;   // an even column and the next lie side by side, and so that one instruction may read them
+  bool has_chunks;  // the same of 16 bytes
 
   __device__ __forceinline__ Bias(const Scores& p, const Sequence& s, int head)
       : data(static_cast<const T*>(p.bias) + s.index * p.bias_stride_b + head * p.bias_stride_h), stride_q(p.bias_stride_q),
         stride_k(p.bias_stride_k) {
-    has_pairs = stride_k == 1 && (reinterpret_cast<uint64>(data) | uint64(stride_q) * sizeof(T)) % sizeof(Pair) == 0;
+    const uint64 alignment = reinterpret_cast<uint64>(data) | uint64(stride_q) * sizeof(T);
+    has_pairs = stride_k == 1 && alignment % sizeof(Pair) == 0;
+    has_chunks = stride_k == 1 && alignment % 16 == 0;
   }
   __device__ __forceinline__ const T* at(int query, int key) const { return data + query * stride_q + key * stride_k; }
-
-  // Brings 16 rows of kKeys keys into L2, by a warp.
-  template <int kKeys>
-  __device__ __forceinline__ void prefetch(int query, int key, int len_q) const {
-    constexpr int kChunk = 128 / sizeof(T), kChunks = ceil_div(kKeys, kChunk);
-    const int row = query + warp::lane() % 16;
-    if (!has_pairs || row >= len_q) return;
-#pragma unroll
-    for (int i = 0; i < ceil_div(kChunks, 2); ++i) {
-      const int chunk = 2 * i + warp::lane() / 16;
-      if (chunk < kChunks) ptx::prefetch(at(row, key + chunk * kChunk));
-    }
-  }
 
   __device__ __forceinline__ static Pair pair_at(const T* p) {
     if constexpr (!kIsHalf<T>) return *reinterpret_cast<const Pair*>(p);
@@ -53,9 +42,9 @@ struct Bias {
   }
 };
 
-// A tile's, read before its scores are there.
+// A tile's, in registers.
 template <class T, int kM, int kN>
-struct BiasAhead {
+struct BiasFragment {
   BiasPair<T> pairs[kM][2][kN];
 };
 

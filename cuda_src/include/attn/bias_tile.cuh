@@ -6,10 +6,6 @@
 
 namespace cf::attn {
 
-// Some queries of one head, 128 bytes of each key.
-template <class T, int kKeys>
-using BiasTile = tile::Shared<T, 128 / static_cast<int>(sizeof(T)), kKeys>;
-
 // A tile whose first element is (query, key), by kThreads threads, in copies of kBytes. Other queries and keys than those of the sequence
 // become zeros, and are never read.
 template <int kBytes, int kThreads, class T, class Tile>
@@ -41,6 +37,65 @@ __device__ __forceinline__ void load_bias(Tile& tile, ptx::Barrier& full, const 
     return;
   }
   ptx::mbarrier_arrive_behind_copies(full);
+}
+
+// A warp's 16 rows on their way into its own place, tile by tile from the last keys to the first, in chunks of 16 bytes.
+template <class T, int kKeys>
+struct BiasRows {
+  using Tile = tile::Shared<T, 16, kKeys>;
+  static constexpr int kLanes = Tile::kChunks % 8 == 0 ? 8 : 4, kRowStep = kWarpSize / kLanes;  // lanes of a row
+  bool has_chunks = false;  // else they cannot come so
+  const T* src;             // the lane's first chunk of the next tile
+  int64 stride;
+  int rows;                 // that there are
+
+  BiasRows() = default;
+  __device__ __forceinline__ BiasRows(const Bias<T>& bias, int query, int key, int len_q)
+      : has_chunks(bias.has_chunks), src(bias.at(query + first_row(), key + first_col())), stride(bias.stride_q), rows(len_q - query) {}
+  __device__ __forceinline__ static int first_row() { return warp::lane() / kLanes; }
+  __device__ __forceinline__ static int first_col() { return warp::lane() % kLanes * Tile::kChunk; }
+
+  // `keys`: that there are from the tile's first on. Others, and other rows, become zeros, and are never read.
+  __device__ __forceinline__ void copy_next(Tile& tile, int keys) {
+    if (rows >= 16 && keys >= kKeys) copy<true>(tile, keys);
+    else copy<false>(tile, keys);
+    ptx::cp_async_commit();
+    src -= kKeys;
+  }
+  template <bool kIsWhole>
+  __device__ __forceinline__ void copy(Tile& tile, int keys) const {
+#pragma unroll
+    for (int down = 0; down < 16; down += kRowStep) {
+      const int row = first_row() + down, live = row < rows ? keys - first_col() : 0;
+#pragma unroll
+      for (int i = 0; i < ceil_div(Tile::kChunks, kLanes); ++i) {
+        const int along = i * kLanes * Tile::kChunk, col = first_col() + along;
+        if (Tile::kChunks % kLanes != 0 && col >= kKeys) break;
+        const int valid = kIsWhole ? 16 : clamp(live - along, 0, Tile::kChunk) * static_cast<int>(sizeof(T));
+        ptx::cp_async<16>(ptx::shared_address(tile.at(row, col)), src + down * stride + along, valid);
+      }
+    }
+  }
+};
+// What they are then, as an accumulator of queries x keys has it.
+template <class T, int kKeys>
+__device__ __forceinline__ void read_rows(BiasFragment<T, 1, kKeys / 8>& read, const tile::Shared<T, 16, kKeys>& tile) {
+  const int lane = warp::lane();
+  if constexpr (kIsHalf<T>) {
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+      uint32 pairs[4];
+      ptx::ldmatrix<false>(pairs, ptx::shared_address(tile.at(lane % 16, 16 * step + lane / 16 * 8)));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) read.pairs[0][i % 2][2 * step + i / 2].word = pairs[i];
+    }
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+        read.pairs[0][half][n] = *reinterpret_cast<const BiasPair<T>*>(tile.at(lane / 4 + 8 * half, 8 * n + lane % 4 * 2));
+  }
 }
 
 // 16 queries x 16 keys of a tile as an accumulator of keys x queries has them. Of 16 bits ldmatrix reads them, transposed.

@@ -8,7 +8,8 @@ namespace cf {
 
 constexpr bool kPreloadsDelta = !kHasDropout;  // which changes dp before D is subtracted
 constexpr int kBiasStages = 2;
-using BiasTile = attn::BiasTile<BiasElement, kKeyTile>;
+// Some queries of one head, 128 bytes of each key.
+using BiasTile = tile::Shared<BiasElement, 128 / static_cast<int>(sizeof(BiasElement)), kKeyTile>;
 
 // Pieces of the bias, of as many queries as a tile of it holds.
 template <bool kIsThere>

@@ -52,18 +52,6 @@ struct ScoreMap {
   __device__ __forceinline__ bool takes_pairs(int query, int key) const {
     return S::kHasBias && bias.has_pairs && query + 16 * kM <= band.len_q && key + 8 * kN <= band.len_k;
   }
-  template <int kM, int kN>
-  __device__ __forceinline__ void read_ahead(BiasAhead<Element, kM, kN>& ahead, int query, int key) const {
-    if (!takes_pairs<kM, kN>(query, key)) return;
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Element* row = bias.at(query + 16 * m + warp::fragment_row(2 * half), key + warp::fragment_col(0));
-#pragma unroll
-        for (int n = 0; n < kN; ++n) ahead.pairs[m][half][n] = bias.pair_at(row + 8 * n);
-      }
-  }
 
   // What a row needs for ALiBi, from its first column on.
   struct Row {
@@ -100,10 +88,10 @@ struct ScoreMap {
     return x;
   }
 
-  // All of a tile, seen or not. kIsBeside: on one side of the diagonal, where ALiBi is linear. kAddsBias: by pairs, from `ahead` if given.
+  // All of a tile, seen or not. kIsBeside: on one side of the diagonal, where ALiBi is linear. kAddsBias: by pairs, those of `read` if given.
   template <bool kIsBeside, bool kAddsBias, int kM, int kN>
   __device__ __forceinline__ void change_all(warp::Fragment<kM, kN, T>& s, int query, int key, warp::Fragment<kM, kN, T>* derivative,
-                                             const BiasAhead<Element, kM, kN>* ahead) const {
+                                             const BiasFragment<Element, kM, kN>* read) const {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -114,7 +102,7 @@ struct ScoreMap {
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
           BiasPair<Element> pair;
-          if (kAddsBias) pair = ahead ? ahead->pairs[m][half][n] : bias.pair_at(row_bias + 8 * n);
+          if (kAddsBias) pair = read ? read->pairs[m][half][n] : bias.pair_at(row_bias + 8 * n);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             T& score = s.x[m][n][2 * half + i];
@@ -128,17 +116,17 @@ struct ScoreMap {
   }
 
   // s becomes x, -inf where invisible, for a warp's tile whose first element is (query, key) of the sequence. A full tile of raw
-  // scores is left as it is. `derivative`, if wanted, receives dx / ds / scale. Returns whether no score was made -inf.
+  // scores is left as it is. `derivative`, if wanted, receives dx / ds / scale. `read`: all of the tile's bias, if it has been read. Returns whether no score was made -inf.
   template <int kM, int kN>
   __device__ __forceinline__ bool apply(warp::Fragment<kM, kN, T>& s, int query, int key, warp::Fragment<kM, kN, T>* derivative,
-                                        const BiasAhead<Element, kM, kN>* ahead = nullptr) const {
-    const bool is_full = band.is_full(query, 16 * kM, key, 8 * kN), has_pairs = takes_pairs<kM, kN>(query, key);
+                                        const BiasFragment<Element, kM, kN>* read = nullptr) const {
+    const bool is_full = band.is_full(query, 16 * kM, key, 8 * kN), has_pairs = read || takes_pairs<kM, kN>(query, key);
     const int distance = query + shift - key;  // of the first element
     const bool is_beside = S::kHasAlibi && S::kIsFast && (distance >= 8 * kN - 1 || distance <= 1 - 16 * kM);
     if constexpr (!S::kIsRaw || S::kIsScaleNegative) {
-      if (has_pairs) change_all<false, S::kHasBias>(s, query, key, derivative, ahead);
-      else if (is_beside) change_all<true, false>(s, query, key, derivative, ahead);
-      else change_all<false, false>(s, query, key, derivative, ahead);
+      if (has_pairs) change_all<false, S::kHasBias>(s, query, key, derivative, read);
+      else if (is_beside) change_all<true, false>(s, query, key, derivative, read);
+      else change_all<false, false>(s, query, key, derivative, read);
     }
     if (is_full && (!S::kHasBias || has_pairs)) return !S::kHasBias;
 

@@ -1,0 +1,66 @@
+"""Which kernels start before the one in front of them is done, and that those wait for it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupyflash as cf
+from cupyflash._cuda import device, driver, source
+from cupyflash._cuda.constants import KERNELS
+from cupyflash._cuda.device import KNOWN
+
+ALWAYS_FIRST = {"fwd_sm90", "fwd_generic", "bwd_preprocess", "kv_append"}  # of a call's kernels
+WAITS = "ptx::await_previous();"
+
+
+def call(cupy: Any, *, num_splits: int = 0, **options: Any) -> list[tuple[str, bool]]:
+    """Every kernel of a forward and a backward in order, and whether it starts early."""
+    q, out = (cupy.ndarray(np.zeros((1, 300, 4, 64), ml_dtypes.bfloat16), 0) for _ in range(2))
+    lse = cupy.ndarray(np.zeros((1, 4, 300), np.float32), 0)
+    cf.attn_fwd(q, q, q, num_splits=num_splits)
+    cf.attn_bwd(q, q, q, out, lse, out, **options)
+    return [(launched.binary[0], launched.is_early) for launched in cupy.launches]
+
+
+def test_all_but_the_first_kernel_of_a_call_start_early(fake_cuda: Any) -> None:
+    first, *others = call(fake_cuda, num_splits=2)
+    assert (first, *others) == (
+        ("fwd_generic", False),
+        ("fwd_combine", True),
+        ("bwd_preprocess", False),
+        ("bwd_sm90", True),
+        ("bwd_finish", True),
+    )
+
+
+def test_none_does_where_gpus_cannot(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "of", lambda ordinal: KNOWN[89])
+    kernels = call(fake_cuda, num_splits=2, deterministic=True)
+    assert len(kernels) > 4
+    assert not any(is_early for _, is_early in kernels)
+
+
+def test_none_does_where_a_drivers_graphs_cannot(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "launches_early", lambda: False)
+    assert not any(is_early for _, is_early in call(fake_cuda, num_splits=2))
+
+
+def test_a_refused_launch_is_an_error(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver.library(), "cuLaunchKernelEx", lambda *_: 701)
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx said 701"):
+        call(fake_cuda)
+
+
+@pytest.mark.parametrize("kernel", sorted(set(KERNELS.values()) - ALWAYS_FIRST))
+def test_a_kernel_behind_another_waits_before_any_way_out(kernel: str) -> None:
+    """Else the kernel behind it, which waits for it alone, could overtake the one in front."""
+    text = (source.root() / f"{kernel}.cu").read_text("utf-8")
+    entry = re.sub(r"//.*", "", text[text.index('extern "C"') :])
+    before, _, _ = entry.partition(WAITS)
+    assert WAITS in entry
+    assert "return" not in before
