@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.backends import gpu_is_there
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 BLOCKS = [
-    pytest.param(block, id=f"{page}-{number}")
-    for page in ("README.md", "docs/recipes.md", "docs/torch.md")
+    pytest.param(block, id=f"{page}-{number}", marks=pytest.mark.gpu if "import cupy\n" in block else ())
+    for page in PAGES
     for number, block in enumerate(
         re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
     )
@@ -43,6 +46,8 @@ def skip_without_frameworks(text: str) -> None:
     for name, use in FRAMEWORKS.items():
         if re.search(use, text, re.MULTILINE) and importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
+    if "import cupy\n" in text and not gpu_is_there():
+        pytest.skip("no CUDA GPU")
 
 
 def test_readme_has_an_example() -> None:
