@@ -1,4 +1,4 @@
-"""Every public name is in the reference, with an example that runs."""
+"""Every public name is in the reference, with an example that runs; pictures are what their scripts draw."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.figures import diagrams, lse_precision
 from tests.backends import gpu_is_there
 
 ROOT = Path(__file__).parents[1]
@@ -82,3 +83,24 @@ def test_the_reference_has_every_public_name_and_no_other() -> None:
 def test_the_examples_on_the_reference_page_run() -> None:
     failed, attempted = doctest.testfile(str(REFERENCE), module_relative=False, encoding="utf-8")
     assert attempted and not failed
+
+
+@pytest.mark.parametrize("name", diagrams.DIAGRAMS)
+def test_a_diagram_is_what_its_script_draws(name: str) -> None:
+    assert (ROOT / "docs" / "images" / f"{name}.svg").read_text("utf-8") == diagrams.DIAGRAMS[name]().svg()
+
+
+def test_every_picture_is_shown_and_described() -> None:
+    pages = "\n".join(path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md"))
+    shown = set(re.findall(r"!\[[^\]]{10,}\]\(images/([\w-]+\.svg)\)", pages))
+    assert shown == {path.name for path in (ROOT / "docs" / "images").iterdir()}
+
+
+@pytest.mark.parametrize("length", [256, 1024])
+def test_the_cost_of_a_bfloat16_lse_is_what_the_page_says(length: int) -> None:
+    """Its own rounding to the last digit shown, that of float32 sums within what another order of summing changes."""
+    page = (ROOT / "docs" / "lse-precision.md").read_text("utf-8")
+    [row] = re.findall(rf"^\| {length:,} \|(.*)\|$", page, re.MULTILINE)
+    errors = lse_precision.measure(length, lse_precision.USUAL_SPREAD)
+    for (dtype, name), shown in zip(lse_precision.COLUMNS, map(float, row.split("|")), strict=True):
+        assert errors[dtype][name] == pytest.approx(shown, rel=0.05 if dtype == "bfloat16" else 0.5), (dtype, name)
