@@ -15,14 +15,36 @@ from cupyflash._spec import View, Work
 
 
 class AttnOutput(NamedTuple):
-    """What a forward returns: `out` as q but with v's head_dim, and `lse` (natural log) per query head and row."""
+    """What a forward returns: `out` as q but with v's head_dim, and `lse` (natural log) per query head and row.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash as cf
+    >>> x = np.zeros((1, 3, 2, 8), np.float32)
+    >>> state = cf.attn_fwd(x, x, x)
+    >>> state.out.shape, state.lse.shape
+    ((1, 3, 2, 8), (1, 2, 3))
+    >>> out, lse = state
+    """
 
     out: Any
     lse: Any
 
 
 class AttnGrads(tuple):
-    """What a backward returns: a named tuple (dq, dk, dv[, dbias][, dsink]), a field for each array given."""
+    """What a backward returns: a named tuple (dq, dk, dv[, dbias][, dsink]), a field for each array given.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash as cf
+    >>> x, sink = np.ones((1, 3, 2, 8), np.float32), np.zeros(2, np.float32)
+    >>> out, lse = cf.attn_fwd(x, x, x, sink=sink)
+    >>> grads = cf.attn_bwd(x, x, x, out, lse, x, sink=sink)
+    >>> isinstance(grads, cf.AttnGrads), grads._fields
+    (True, ('dq', 'dk', 'dv', 'dsink'))
+    """
 
     __slots__ = ()
     _fields: ClassVar[tuple[str, ...]]

@@ -44,6 +44,15 @@ class CascadeLevel:
         Live keys of each group.
     block_table : array [G, max_pages], int32
         Key j of group g lies in page block_table[g, j // page_size]. Needs seqused_k; forward only.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash as cf
+    >>> prompts = np.zeros((150, 2, 8), np.float32)  # of 100 and 50 keys: for three sequences, and for two
+    >>> level = cf.CascadeLevel(prompts, prompts, groups=(3, 2), cu_seqlens_k=np.array([0, 100, 150]))
+    >>> sum(level.groups)  # sequences of the batch
+    5
     """
 
     k: Any
@@ -56,7 +65,19 @@ class CascadeLevel:
 
 
 class CascadeGrads(NamedTuple):
-    """What a cascade's backward returns: dk and dv by level; dsink is None without a sink."""
+    """What a cascade's backward returns: dk and dv by level; dsink is None without a sink.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash as cf
+    >>> x, ends = np.ones((4, 2, 8), np.float32), np.array([0, 4])
+    >>> call = {"attention": cf.Attention(layout="thd"), "cu_seqlens_q": ends}
+    >>> levels = [cf.CascadeLevel(x, x, cu_seqlens_k=ends), cf.CascadeLevel(x, x, cu_seqlens_k=ends)]
+    >>> grads = cf.attn_cascade_bwd(x, levels, *cf.attn_cascade(x, levels, **call), x, **call)
+    >>> [dk.shape for dk in grads.dks], grads.dsink is None
+    ([(4, 2, 8), (4, 2, 8)], True)
+    """
 
     dq: Any
     dks: list[Any]

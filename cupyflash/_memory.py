@@ -31,7 +31,17 @@ _SCORE_PASSES = 4, 7  # times that standard attention reads or writes all of S, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What `memory_plan` found. Bytes are per call; `standard_` is attention that stores P in the inputs' dtype."""
+    """What `memory_plan` found. Bytes are per call; `standard_` is attention that stores P in the inputs' dtype.
+
+    Examples
+    --------
+    >>> import cupyflash as cf
+    >>> plan = cf.memory_plan((1, 4096, 16, 64), (1, 4096, 16, 64))
+    >>> plan.saved_bytes < plan.standard_saved_bytes
+    True
+    >>> print(plan)  # doctest: +ELLIPSIS
+    q [1, 4096, 16, 64]...
+    """
 
     q_shape: tuple[int, ...]
     k_shape: tuple[int, ...]

@@ -19,6 +19,18 @@ import numpy as np
 
 from cupyflash._philox import keep_mask
 
+__all__ = [
+    "assert_close",
+    "check_backward",
+    "check_forward",
+    "flops",
+    "peer",
+    "peer_bwd",
+    "reference",
+    "reference_bwd",
+    "time_gpu",
+]
+
 Array = Any  # a NumPy array of any float dtype, ml_dtypes' bfloat16 included
 
 # Twice the peer's error, since two orders of summation are two draws from one distribution.
@@ -55,7 +67,18 @@ _NO_VALUE = {
 
 
 def reference(q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Array]:
-    """out and lse (natural log) of `attn_fwd` in float64, in the caller's layout; every option of the contract."""
+    """out and lse (natural log) of `attn_fwd` in float64, in the caller's layout; every option of the contract.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash as cf
+    >>> from cupyflash import testing
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 5, 2, 8)).astype(np.float16)
+    >>> out, lse = testing.reference(q, k, v, causal=True)
+    >>> out.dtype.name, lse.shape
+    ('float64', (1, 2, 5))
+    """
     return _Formula(np.float64).forward(_Inputs.of(q, k, v, options))
 
 
@@ -71,7 +94,18 @@ def reference_bwd(
     dlse: Array | None = None,
     **options: Any,
 ) -> dict[str, Array]:
-    """Gradients of `attn_bwd` by name, in float64; without `out` and `lse` its own are used."""
+    """Gradients of `attn_bwd` by name, in float64; without `out` and `lse` its own are used.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash as cf
+    >>> from cupyflash import testing
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 5, 2, 8)).astype(np.float16)
+    >>> grads = testing.reference_bwd(q, k, v, dout, sink=np.zeros(2, np.float32))
+    >>> sorted(grads)
+    ['dk', 'dq', 'dsink', 'dv']
+    """
     inputs = _Inputs.of(q, k, v, options)
     return _Formula(np.float64).backward(inputs, dout, out, lse, delta, dlse)
 
@@ -81,6 +115,17 @@ def peer(q: Array, k: Array, v: Array, *, grid: float = 0.0, **options: Any) -> 
 
     `grid` in [0, 1) moves what 16-bit values are rounded to: another draw of the same errors, where a result is so
     small that one draw may be lucky.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash as cf
+    >>> from cupyflash import testing
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 5, 2, 8)).astype(np.float16)
+    >>> exact, _ = testing.reference(q, k, v)
+    >>> rounded, _ = testing.peer(q, k, v)
+    >>> bool(0 < np.abs(rounded - exact).max() < 0.01)  # what a right kernel may lose
+    True
     """
     return _Formula.rounding_like(q.dtype, grid).forward(_Inputs.of(q, k, v, options))
 
@@ -98,7 +143,18 @@ def peer_bwd(
     grid: float = 0.0,
     **options: Any,
 ) -> dict[str, Array]:
-    """The gradients in float32, with out, P and dS rounded to q's dtype, dS of the rounded P; `grid` as in `peer`."""
+    """The gradients in float32, with out, P and dS rounded to q's dtype, dS of the rounded P; `grid` as in `peer`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash as cf
+    >>> from cupyflash import testing
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 5, 2, 8)).astype(np.float16)
+    >>> exact, rounded = testing.reference_bwd(q, k, v, dout)["dq"], testing.peer_bwd(q, k, v, dout)["dq"]
+    >>> bool(0 < np.abs(rounded - exact).max() < 0.01)
+    True
+    """
     inputs = _Inputs.of(q, k, v, options)
     return _Formula.rounding_like(q.dtype, grid).backward(inputs, dout, out, lse, delta, dlse)
 
@@ -158,7 +214,17 @@ def row_dtype(dtype: Any) -> str:
 
 
 def check_forward(out: Array, lse: Array, q: Array, k: Array, v: Array, *, name: str = "", **options: Any) -> None:
-    """`assert_close` of what `attn_fwd` gave, as NumPy arrays."""
+    """`assert_close` of what `attn_fwd` gave, as NumPy arrays.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash as cf
+    >>> from cupyflash import testing
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 5, 2, 8)).astype(np.float16)
+    >>> out, lse = cf.attn_fwd(q, k, v, causal=True)
+    >>> testing.check_forward(out, lse, q, k, v, causal=True)  # raises an AssertionError where they are wrong
+    """
     expected, plain = reference(q, k, v, **options), peer(q, k, v, **options)
     terms = rounding_terms(q, k, v, **options)
     out_dtype, row = np.dtype(options.get("out_dtype") or q.dtype), row_dtype(q.dtype)
@@ -169,7 +235,17 @@ def check_forward(out: Array, lse: Array, q: Array, k: Array, v: Array, *, name:
 def check_backward(
     grads: tuple[Array, ...], q: Array, k: Array, v: Array, dout: Array, *, name: str = "", **options: Any
 ) -> None:
-    """`assert_close` of what `attn_bwd` gave, as NumPy arrays; `out` and `lse` among the options if they are global."""
+    """`assert_close` of what `attn_bwd` gave, as NumPy arrays; `out` and `lse` among the options if they are global.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash as cf
+    >>> from cupyflash import testing
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 5, 2, 8)).astype(np.float16)
+    >>> grads = cf.attn_bwd(q, k, v, *cf.attn_fwd(q, k, v), dout)
+    >>> testing.check_backward(grads, q, k, v, dout)  # raises an AssertionError where they are wrong
+    """
     expected, plain = reference_bwd(q, k, v, dout, **options), peer_bwd(q, k, v, dout, **options)
     terms = rounding_terms(q, k, v, dout, **options)
     inputs = {"dq": q, "dk": k, "dv": v, "dbias": options.get("bias"), "dsink": options.get("sink")}
@@ -523,12 +599,30 @@ def assert_close(
 
     Parameters
     ----------
-    expected : array, float64: the reference
-    peer : array: the same formula in plain operations with the kernel's roundings
-    dtype : what `actual` must have; default whatever it has
-    terms : the largest sum of absolute terms behind a value, see `rounding_terms`
-    sums : the dtype those are summed in, which a wider result keeps the rounding of; default float32, or a wider
-        `actual`'s own
+    expected : array, float64
+        The reference.
+    peer : array
+        The same formula in plain operations with the kernel's roundings.
+    dtype : dtype, default whatever `actual` has
+        What `actual` must have.
+    terms : float
+        The largest sum of absolute terms behind a value, see `rounding_terms`.
+    sums : dtype, default float32, or a wider `actual`'s own
+        What those are summed in, which a wider result keeps the rounding of.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash as cf
+    >>> from cupyflash import testing
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 5, 2, 8)).astype(np.float16)
+    >>> (out, _), (exact, _), (rounded, _) = (f(q, k, v) for f in (cf.attn_fwd, testing.reference, testing.peer))
+    >>> testing.assert_close(out, exact, rounded, dtype=np.float16)
+    >>> try:
+    ...     testing.assert_close(1.1 * out, exact, rounded)
+    ... except AssertionError:
+    ...     print("too far")
+    too far
     """
     actual, expected, peer = np.asarray(actual), np.asarray(expected, np.float64), np.asarray(peer, np.float64)
     if actual.shape != expected.shape:
@@ -606,7 +700,16 @@ def flops(
     window: tuple[int | None, int | None] | None = None,
     backward: bool = False,
 ) -> int:
-    """Floating-point operations of the matrix products over visible pairs: two forward, five backward."""
+    """Floating-point operations of the matrix products over visible pairs: two forward, five backward.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash as cf
+    >>> from cupyflash import testing
+    >>> testing.flops(batch=1, len_q=4, len_k=4, heads_q=1, head_dim=8, causal=True)  # 10 pairs, 8 + 8 multiply-adds
+    320
+    """
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     q_start = 0 if causal == "top-left" else len_k - len_q
     left, right = (None if bound == -1 else bound for bound in window or (None, None))
@@ -621,7 +724,19 @@ def flops(
 
 
 def time_gpu(run: Callable[[], object], *, warm_up: int = 5, repeats: int = 30) -> tuple[float, float]:
-    """Median and interquartile range in milliseconds, by CUDA events on CuPy's current stream; L2 is not flushed."""
+    """Median and interquartile range in milliseconds, by CUDA events on CuPy's current stream; L2 is not flushed.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash as cf
+    >>> from cupyflash import testing
+    >>> import cupy
+    >>> x = cupy.ones((1, 256, 8, 64), "float16")
+    >>> median, spread = testing.time_gpu(lambda: cf.attn_fwd(x, x, x))
+    >>> median > 0
+    True
+    """
     import cupy
 
     for _ in range(warm_up):

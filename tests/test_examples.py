@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.backends import gpu_is_there
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 BLOCKS = [
-    pytest.param(block, id=f"{page}-{number}")
-    for page in ("README.md", "docs/recipes.md", "docs/torch.md")
+    pytest.param(block, id=f"{page}-{number}", marks=pytest.mark.gpu if "import cupy\n" in block else ())
+    for page in PAGES
     for number, block in enumerate(
         re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
     )
@@ -52,6 +55,8 @@ def test_readme_has_an_example() -> None:
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block_runs(block: str) -> None:
     skip_without_frameworks(block)
+    if "import cupy\n" in block and not gpu_is_there():
+        pytest.skip("no CUDA GPU")
     run("-c", block)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 from typing import Any
 
 import numpy as np
@@ -44,21 +42,6 @@ def test_delta_stands_for_out_and_dlse(rng: np.random.Generator) -> None:
     delta = cf.attn_bwd_preprocess(out, dout, dlse)
     grads = cf.attn_bwd(q, k, v, None, lse, dout, delta=delta)
     check_backward(grads, q, k, v, dout, dlse=dlse)
-
-
-PLAIN = ["_api", "_append", "_attention", "_cascade", "_memory", "_merge", "_warmup"]
-PARALLEL = [f"parallel.{name}" for name in ("_gather", "_ring", "_shards", "_transport", "_ulysses")]
-
-TORCH = [f"torch.{name}" for name in ("_attention", "_flash", "_kvcache", "_sdpa")]
-
-
-@pytest.mark.parametrize("module", PLAIN + PARALLEL + TORCH)
-def test_the_examples_in_docstrings_run(module: str) -> None:
-    if module in TORCH:
-        pytest.importorskip("torch", reason="torch is not installed")
-    ran = doctest.testmod(importlib.import_module(f"cupyflash.{module}"))
-    assert ran.attempted > 0
-    assert ran.failed == 0
 
 
 def test_a_wrong_call_says_what_is_wrong() -> None:

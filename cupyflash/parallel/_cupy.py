@@ -32,11 +32,15 @@ class NcclTransport:
 
     Examples
     --------
-    In each process, with an id that rank 0 made and the others were told::
+    In each process, after `cupy.cuda.Device(rank).use()`, with an id that rank 0 made and the others were told; here in
+    a process alone:
 
-        cupy.cuda.Device(rank).use()
-        communicator = cupy.cuda.nccl.NcclCommunicator(size, unique_id, rank)
-        transport = cupyflash.parallel.NcclTransport(communicator)
+    >>> from cupy.cuda import nccl
+    >>> from cupyflash import parallel
+    >>> rank, size, unique_id = 0, 1, nccl.get_unique_id()
+    >>> transport = parallel.NcclTransport(nccl.NcclCommunicator(size, unique_id, rank))
+    >>> transport.rank, transport.size
+    (0, 1)
     """
 
     def __init__(self, communicator: Any) -> None:
@@ -85,6 +89,13 @@ class StagedTransport:
     ----------
     host : Transport
         Of NumPy arrays: `MpiTransport`.
+
+    Examples
+    --------
+    >>> from cupyflash import parallel
+    >>> transport = parallel.StagedTransport(parallel.MpiTransport())
+    >>> 0 <= transport.rank < transport.size
+    True
     """
 
     def __init__(self, host: Transport) -> None:

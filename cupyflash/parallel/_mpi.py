@@ -32,9 +32,13 @@ class MpiTransport:
 
     Examples
     --------
-    `mpiexec -n 4 python -m mpi4py program.py` starts four processes, and ends all when one fails. In each of them::
+    `mpiexec -n 4 python -m mpi4py program.py` starts four processes, and ends all when one fails. In each of them, or
+    in a process alone:
 
-        transport = cupyflash.parallel.MpiTransport()
+    >>> from cupyflash import parallel
+    >>> transport = parallel.MpiTransport()
+    >>> 0 <= transport.rank < transport.size
+    True
     """
 
     def __init__(self, comm: Any = None) -> None:

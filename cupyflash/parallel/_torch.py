@@ -18,10 +18,16 @@ class TorchTransport:
 
     Examples
     --------
-    `torchrun --nproc-per-node 4 program.py` starts four processes, in each of which::
+    `torchrun --nproc-per-node 4 program.py` starts four processes, in which `init_process_group("nccl")` is enough. In
+    a process alone:
 
-        torch.distributed.init_process_group("nccl")
-        transport = cupyflash.parallel.TorchTransport()
+    >>> import torch.distributed
+    >>> from cupyflash import parallel
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> transport = parallel.TorchTransport()
+    >>> transport.rank, transport.size
+    (0, 1)
+    >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(self, group: Any = None) -> None:

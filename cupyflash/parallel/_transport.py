@@ -11,7 +11,16 @@ Message = tuple[int, Any]  # the other rank, and a C-contiguous array
 
 
 class Transfer(Protocol):
-    """Messages under way. It holds their arrays until it is waited for."""
+    """Messages under way. It holds their arrays until it is waited for.
+
+    Examples
+    --------
+    What an engine returns whose messages are there at once:
+
+    >>> class Done:
+    ...     def wait(self) -> None: ...
+    >>> Done().wait()
+    """
 
     def wait(self) -> None:
         """Return when what was received may be read and what was sent may be written, by work that is queued next.

@@ -15,9 +15,6 @@ Tensor = torch.Tensor
 def register_with_torch(name: str = "cupyflash") -> None:
     """Add cupyflash to the flash attentions that torch knows; nothing changes before one of them is activated.
 
-        cupyflash.torch.register_with_torch()
-        torch.nn.attention.activate_flash_attention_impl("cupyflash")
-
     From then on `torch.nn.functional.scaled_dot_product_attention` on a GPU computes by cupyflash wherever it would
     take its flash backend, until `torch.nn.attention.restore_flash_attention_impl()`. Needs a torch with that registry.
 
@@ -25,6 +22,14 @@ def register_with_torch(name: str = "cupyflash") -> None:
     ----------
     name : str, default "cupyflash"
         What is activated.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupyflash.torch import register_with_torch
+    >>> register_with_torch()
+    >>> torch.nn.attention.activate_flash_attention_impl("cupyflash")
+    >>> torch.nn.attention.restore_flash_attention_impl()
     """
     from torch.nn import attention
 

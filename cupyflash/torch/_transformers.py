@@ -16,9 +16,6 @@ Tensor = torch.Tensor
 def register_with_transformers(name: str = "cupy_attention") -> None:
     """Let models of the transformers package find cupyflash under a name; nothing changes for models of other names.
 
-        cupyflash.torch.register_with_transformers()
-        model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="cupy_attention")
-
     Masks come as they do for "sdpa". Soft caps and sinks of the model are honoured; attention weights are never stored,
     so that output_attentions=True is an UnsupportedError.
 
@@ -30,6 +27,16 @@ def register_with_transformers(name: str = "cupy_attention") -> None:
     Raises
     ------
     ValueError for such a name.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from cupyflash.torch import register_with_transformers
+    >>> register_with_transformers()
+    >>> sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 50}
+    >>> config = LlamaConfig(num_hidden_layers=1, attn_implementation="cupy_attention", **sizes)
+    >>> LlamaForCausalLM(config).config._attn_implementation
+    'cupy_attention'
     """
     if "flash" in name:
         accepted = "a name without 'flash' is accepted, which transformers takes for one of its own kernels"

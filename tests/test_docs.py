@@ -1,0 +1,106 @@
+"""Every public name is in the reference, with an example that runs; pictures are what their scripts draw."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs.figures import diagrams, lse_precision
+from tests.backends import gpu_is_there
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "docs" / "reference.md"
+MODULES = ("cupyflash", "cupyflash.parallel", "cupyflash.torch", "cupyflash.testing")
+# What an example asks for, beside torch in torch's own.
+NEEDS = {
+    "MpiTransport": "mpi4py",
+    "NcclTransport": "gpu",
+    "StagedTransport": "gpu",
+    "register_with_transformers": "transformers",
+    "time_gpu": "gpu",
+}
+
+
+def public_names() -> list[str]:
+    """Of all modules; those of torch are read from its source, for where torch is missing."""
+    names = []
+    for module in MODULES:
+        spec = importlib.util.find_spec(module)
+        assert spec is not None and spec.origin is not None
+        listed = re.search(r"^__all__ = \[(.*?)\]", Path(spec.origin).read_text("utf-8"), re.MULTILINE | re.DOTALL)
+        assert listed is not None, module
+        names += [f"{module}.{name}" for name in re.findall(r'"(\w+)"', listed[1])]
+    return names
+
+
+def run_example(name: str) -> None:
+    """The example in the docstring of what a dotted name means."""
+    module, _, attribute = name.rpartition(".")
+    found = getattr(importlib.import_module(module), attribute)
+    [example] = doctest.DocTestFinder(recurse=False).find(found, name, globs={})
+    assert example.examples, f"{name} has no example"
+    text: list[str] = []
+    failed, _ = doctest.DocTestRunner().run(example, out=text.append)
+    assert not failed, "".join(text)
+
+
+def parameters() -> list[object]:
+    needs = {name: NEEDS.get(name.rpartition(".")[2], "") for name in public_names() if not name.endswith("__")}
+    return [pytest.param(name, marks=pytest.mark.gpu if need == "gpu" else ()) for name, need in needs.items()]
+
+
+@pytest.mark.parametrize("name", parameters())
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that torch's kernel is overridden
+def test_the_example_of_a_public_name_runs(name: str) -> None:
+    needed = [NEEDS.get(name.rpartition(".")[2], ""), "torch" if "torch" in name.lower() else ""]
+    for package in filter(None, needed):
+        if package == "gpu" and not gpu_is_there():
+            pytest.skip("no CUDA GPU")
+        if package != "gpu":
+            pytest.importorskip(package, reason=f"{package} is not installed")
+    if not name.endswith("Transport"):
+        run_example(name)
+    else:  # a process of its own: MPI starts once, and a group of processes is the process's own
+        code = f"from tests.test_docs import run_example; run_example({name!r})"
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_reference_has_every_public_name_and_no_other() -> None:
+    listed = re.findall(r"^\.\. (?:auto\w+|py:data):: (\S+)$", REFERENCE.read_text("utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(public_names())
+
+
+def test_the_examples_on_the_reference_page_run() -> None:
+    failed, attempted = doctest.testfile(str(REFERENCE), module_relative=False, encoding="utf-8")
+    assert attempted and not failed
+
+
+@pytest.mark.parametrize("name", diagrams.DIAGRAMS)
+def test_a_diagram_is_what_its_script_draws(name: str) -> None:
+    assert (ROOT / "docs" / "images" / f"{name}.svg").read_text("utf-8") == diagrams.DIAGRAMS[name]().svg()
+
+
+def test_every_picture_is_shown_and_described() -> None:
+    pages = "\n".join(path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md"))
+    shown = set(re.findall(r"!\[[^\]]{10,}\]\(images/([\w-]+\.svg)\)", pages))
+    assert shown == {path.name for path in (ROOT / "docs" / "images").iterdir()}
+
+
+@pytest.mark.parametrize("length", [256, 1024])
+def test_the_cost_of_a_bfloat16_lse_is_what_the_page_says(length: int) -> None:
+    """Its own rounding to the last digit shown, that of float32 sums within what another order of summing changes."""
+    page = (ROOT / "docs" / "lse-precision.md").read_text("utf-8")
+    [row] = re.findall(rf"^\| {length:,} \|(.*)\|$", page, re.MULTILINE)
+    errors = lse_precision.measure(length, lse_precision.USUAL_SPREAD)
+    for (dtype, name), shown in zip(lse_precision.COLUMNS, map(float, row.split("|")), strict=True):
+        assert errors[dtype][name] == pytest.approx(shown, rel=0.05 if dtype == "bfloat16" else 0.5), (dtype, name)
