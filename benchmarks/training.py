@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text("".join(json.dumps(line) + "\n" for line in [head, *rows]), "utf-8")
     if options.plot:
-        training_plot.draw(head, rows, options.plot)
+        training_plot.draw(head, rows, TARGET, options.plot)
     return 0 if verdict(head, rows)[0] else 1
 
 
@@ -136,8 +136,9 @@ def measure(backend: str, num_steps: int | None = None) -> list[Row]:
         print(f"{way}, seed {seed}")
         history = train(learner, fit, held, settings, rng, Progress(settings.num_steps))
         rows.append({"way": way, "seed": seed, **_rounded(history)})
-    versions = {name: sys.modules[name].__version__ for name in ("torch", "jax") if name in sys.modules}
+    versions = {name: sys.modules[name].__version__ for name in ("torch", "jax") if sys.modules.get(name)}
     head = stamp.record(
+        backend=backend,
         config=vars(config),
         settings=vars(settings),
         attention_dtype=dtype,
@@ -161,10 +162,10 @@ def verdict(head: Row, rows: Sequence[Row]) -> tuple[bool, str]:
     of_ways = [end for (_, seed), end in ends.items() if seed == 0]
     of_seeds = [end for (way, _), end in ends.items() if way == rows[0]["way"]]
     apart, noise = (max(found) - min(found) for found in (of_ways, of_seeds))
-    is_low, is_close = max(ends.values()) <= TARGET * head["bigram"], apart <= noise
+    is_low, is_close = all(end <= TARGET * head["bigram"] for end in ends.values()), apart <= noise
     return is_low and is_close, (
         f"{'All' if is_low else 'NOT all'} runs end at least a tenth below the bigram's {head['bigram']:.3f}. The "
-        f"{len(of_ways)} ways end {apart:.4f} apart, {len(of_seeds)} seeds of one way {noise:.4f}: "
+        f"{len(of_ways)} ways end {apart:.2g} apart, {len(of_seeds)} seeds of one way {noise:.2g}: "
         f"{'within' if is_close else 'BEYOND'} seed noise."
     )
 
