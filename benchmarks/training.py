@@ -60,11 +60,11 @@ def torch_cupyflash(backend: str, config: Config, rng: np.random.Generator, dtyp
 
 def jax_cupyflash(backend: str, config: Config, rng: np.random.Generator, dtype: str) -> Learner:
     jax = _imported("jax")
-    _imported("cupyflash.jax")
     try:
         [device, *_] = jax.devices("gpu" if backend == "cupy" else "cpu")
     except RuntimeError as error:
         raise Absent(str(error)) from None
+    _imported("cupyflash.jax")
     jax.config.update("jax_default_device", device)
     in_jax = _imported("examples.train_text.in_jax")
     return in_jax.InJax(config, rng, in_jax.cupyflash_attention, dtype)

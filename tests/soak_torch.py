@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.cuda.set_per_process_memory_fraction(LIMIT_BYTES / torch.cuda.get_device_properties(0).total_memory)
 
     lanes = [lane(*problem) for problem in PROBLEMS]
-    streams = [lane.stream for lane in lanes] + [torch.cuda.Stream() for _ in range(NUM_NOISE_STREAMS)]
+    streams = [one.stream for one in lanes] + [torch.cuda.Stream() for _ in range(NUM_NOISE_STREAMS)]
     noise: list[torch.Tensor] = []
     used: list[int] = []
     torch.cuda.synchronize()
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
             noise.clear()
             used.append(bytes_in_use())
 
-    num_wrong = sum(int(lane.num_wrong) for lane in lanes)
+    num_wrong = sum(int(one.num_wrong) for one in lanes)
     num_retries = torch.cuda.memory_stats()["num_alloc_retries"]
     print(f"{num_steps} steps on {len(lanes)} streams: {num_wrong} results with a wrong bit")
     print(f"bytes in use after {SETTLED_STEPS} steps {used[0]:,}, after {num_steps} {used[1]:,}")

@@ -155,6 +155,19 @@ def test_a_run_is_stored_and_drawn_again(
     assert again.read_bytes() == drawn.read_bytes()
 
 
+def test_a_library_without_a_gpu_is_absent_from_a_run_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch, jax = (pytest.importorskip(name, reason=f"{name} is not installed") for name in ("torch", "jax"))
+
+    def no_gpu(kind: str) -> list[Any]:
+        raise RuntimeError(f"no {kind} here")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(jax, "devices", no_gpu)
+    for way, why in (("torch, cupyflash", "this torch finds no GPU"), ("JAX, cupyflash", "no gpu here")):
+        with pytest.raises(training.Absent, match=why):
+            training.WAYS[way]("cupy", TINY, np.random.default_rng(), "bfloat16")
+
+
 def test_the_page_shows_every_stored_run_and_the_picture_one_of_them() -> None:
     page, picture = ((ROOT / "docs" / name).read_text("utf-8") for name in ("training.md", "images/training.svg"))
     shown = []
