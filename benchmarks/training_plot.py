@@ -41,7 +41,7 @@ def draw(head: dict[str, Any], rows: Sequence[dict[str, Any]], share: float, tar
                 apart.plot(steps, differences, color="#999999", linewidth=0.8)
         for level, style, name in ((bigram, "-", "bigram"), (share * bigram, ":", f"{share:.0%} of it")):
             curves.axhline(level, color="black", linewidth=1, linestyle=style, label=f"{name}: {level:.4f}")
-        curves.set(ylim=(None, 1.3 * bigram), xlabel="step", ylabel="nats per byte")
+        curves.set(ylim=(None, 1.5 * bigram), xlabel="step", ylabel="nats per byte")
         curves.set_title("held-out text, with the loss at the last step; in grey the batches of the first")
         curves.legend(frameon=False, loc="upper right")
         apart.set(xlabel="step", title="the same, less the first; in grey the first with other seeds")
