@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.backends import gpu_is_there
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NEEDS_GPU = ("cuda_graph", "streams")
+EXAMPLES = [
+    pytest.param(path, id=path.stem, marks=pytest.mark.gpu if path.stem in NEEDS_GPU else ())
+    for path in sorted((ROOT / "examples").glob("*.py"))
+    if path.stem != "__init__"
+]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 BLOCKS = [
     pytest.param(block, id=f"{page}-{number}", marks=pytest.mark.gpu if "import cupy\n" in block else ())
@@ -60,7 +67,18 @@ def test_block_runs(block: str) -> None:
     run("-c", block)
 
 
-@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem != "__init__"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", EXAMPLES)
 def test_example_runs_and_prints(path: Path) -> None:
     skip_without_frameworks(path.read_text("utf-8"))
+    if path.stem in NEEDS_GPU and not gpu_is_there():
+        pytest.skip("no CUDA GPU")
     assert run(str(path)).strip(), "an example prints something checkable"
+
+
+@pytest.mark.parametrize("name", NEEDS_GPU)
+def test_an_example_that_needs_a_gpu_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cupy in (None, SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))):
+        monkeypatch.setitem(sys.modules, "cupy", cupy)
+        with pytest.raises(SystemExit, match="needs a GPU that CuPy can use") as stopped:
+            importlib.import_module(f"examples.{name}").main()
+        assert stopped.value.code != 0

@@ -314,6 +314,31 @@ def test_a_cuda_graph_holds_a_step_and_draws_other_dropout_at_each_replay(torch_
     assert not torch.equal(first, dropped)
 
 
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_calls_have_the_bits_of_eager_ones(torch_device: str, compiler: str) -> None:
+    def step(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        return tuple(attention(q, k, v, causal=True, softcap=9.0, deterministic=True))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend=compiler)
+    shapes = [(2, 131, 6, 64), (2, 131, 2, 64), (2, 131, 2, 64)]
+    inputs = [torch.randn(shape, device=torch_device).bfloat16().requires_grad_() for shape in shapes]
+    found, wanted = (
+        (*results, *torch.autograd.grad(results, inputs, tuple(map(torch.ones_like, results))))
+        for results in (compiled(*inputs), step(*inputs))
+    )
+    for a, b in zip(found, wanted, strict=True):
+        assert b.any() and torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("torch_device", ["cuda"], indirect=True)
+def test_a_thousand_steps_on_three_streams_where_memory_is_short(torch_device: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "tests.soak_torch"], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("torch_device", ["cuda"], indirect=True)
 def test_inputs_may_go_out_of_scope_on_any_stream(torch_device: str) -> None:

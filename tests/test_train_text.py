@@ -19,7 +19,7 @@ from examples.train_text import data, standard
 from examples.train_text.__main__ import main, printable
 from examples.train_text.model import GRADCHECK_RTOL, GRADCHECK_STEP, Config, Keep, Transformer
 from examples.train_text.report import draw_curve
-from examples.train_text.train import History, Settings, held_out_nats, sample, train
+from examples.train_text.train import ByHand, History, Settings, held_out_nats, sample, train
 
 TINY = Config(num_layers=2, width=6, heads=2, hidden=10, vocabulary=11)
 TINY_BYTES = Config(num_layers=2, width=6, heads=2, hidden=10)
@@ -81,11 +81,12 @@ def test_a_short_run_learns_a_repeated_word() -> None:
     model = Transformer(Config(num_layers=1, width=32, heads=2, hidden=64), np, rng)
     settings = Settings(num_steps=60, batch=4, context=20, peak_rate=1e-2, num_evaluations=3)
     reported: list[int] = []
-    before = held_out_nats(model, held, settings)
-    history = train(model, fit, held, settings, rng, lambda history: reported.append(len(history.train)))
+    learner = ByHand(model)
+    before = held_out_nats(learner, held, settings)
+    history = train(learner, fit, held, settings, rng, lambda history: reported.append(len(history.train)))
     assert reported == list(range(1, 61))
     assert [step for step, _ in history.held] == [20, 40, 60]
-    assert history.held[-1][1] == pytest.approx(held_out_nats(model, held, settings))
+    assert history.held[-1][1] == pytest.approx(held_out_nats(learner, held, settings))
     assert history.held[-1][1] < before / 4
     assert np.mean(history.train[-5:]) < np.mean(history.train[:5]) / 4
     written = sample(model, text[:20].tobytes(), 26, settings.context, rng, temperature=0.1)

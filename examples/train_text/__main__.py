@@ -12,7 +12,7 @@ import numpy as np
 from . import data
 from .model import Config, Keep, Transformer
 from .report import Progress, draw_curve
-from .train import Settings, sample, train
+from .train import ByHand, Settings, sample, train
 
 SAMPLE_BYTES = 240
 ASK_INFO = "`python -m cupyflash info` says what runs here and why not"
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     again = "P and the feed-forward blocks are" if arguments.recompute else "P alone is"
     print(f"memory     layers keep {kept / 2**20:,.1f} MiB a step; {again} computed again")
 
-    history = train(model, fit, held, settings, rng, Progress(settings.num_steps))
+    history = train(ByHand(model), fit, held, settings, rng, Progress(settings.num_steps))
     nats = history.held[-1][1]
     is_better = nats < bigram
 

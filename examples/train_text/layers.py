@@ -54,19 +54,22 @@ def relu_squared_bwd(dy: Array, x: Array) -> Array:
 def attention(qkv: Array, slopes: Array) -> tuple[Array, Array]:
     """Causal attention of qkv [B, N, 3, H, D] with ALiBi: out [B, N, H, D] and lse [B, H, N], natural log.
 
-    q, k and v are views of one array: cupyflash reads them where they are.
+    q, k and v are views of one array: cupyflash reads them where they are. They may be narrower than the slopes, whose
+    dtype is the model's: out has that, and so has dqkv below.
     """
     q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-    out, lse = cupyflash.attn_fwd(q, k, v, causal=True, alibi_slopes=slopes)
+    out, lse = cupyflash.attn_fwd(q, k, v, causal=True, alibi_slopes=slopes, out_dtype=slopes.dtype)
     return out, lse
 
 
 def attention_bwd(xp: ModuleType, dout: Array, qkv: Array, slopes: Array, out: Array, lse: Array) -> Array:
     """dqkv [B, N, 3, H, D]; P is recomputed from q, k and lse, and the three gradients are written in place."""
-    dqkv = xp.empty_like(qkv)
+    dqkv = xp.empty(qkv.shape, slopes.dtype)
     q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
     dq, dk, dv = dqkv[:, :, 0], dqkv[:, :, 1], dqkv[:, :, 2]
-    cupyflash.attn_bwd(q, k, v, out, lse, dout, causal=True, alibi_slopes=slopes, dq=dq, dk=dk, dv=dv)
+    cupyflash.attn_bwd(
+        q, k, v, out, lse, dout, causal=True, alibi_slopes=slopes, grad_dtype=slopes.dtype, dq=dq, dk=dk, dv=dv
+    )
     return dqkv
 
 

@@ -41,7 +41,7 @@ class Keep:
     feed_forward: bool = True  # the inside of the feed-forward block; its input is kept always
 
     def bytes_per_layer(self, config: Config, batch: int, length: int, itemsize: int = 4) -> int:
-        """Of the arrays in a `Block`."""
+        """Of the arrays in a `Block`, where attention has the model's dtype."""
         widths = 7 * config.width + 1  # x, norm_1, qkv, out, middle; inverse_rms_1
         if self.feed_forward:
             widths += config.width + config.hidden + 1
@@ -73,7 +73,10 @@ class Block:
 
 
 class Transformer:
-    """Pre-norm decoder over bytes: RMSNorm, causal attention with ALiBi, squared-ReLU MLP."""
+    """Pre-norm decoder over bytes: RMSNorm, causal attention with ALiBi, squared-ReLU MLP.
+
+    `attention_dtype` is what q, k and v are rounded to; everything else has `dtype`.
+    """
 
     def __init__(
         self,
@@ -82,8 +85,10 @@ class Transformer:
         rng: np.random.Generator,
         dtype: str = "float32",
         keep: Keep | None = None,
+        attention_dtype: str | None = None,
     ) -> None:
         self.config, self.xp, self.keep = config, xp, keep or Keep()
+        self.attention_dtype = np.dtype(attention_dtype or dtype)
         slopes = 2.0 ** (-8 * np.arange(1, config.heads + 1) / config.heads)  # a reach from 4 bytes to 256
         self.slopes = xp.asarray(slopes, dtype)
         self.params: dict[str, Array] = {}
@@ -108,6 +113,7 @@ class Transformer:
         p, config = self.params, self.config
         norm_1, inverse_rms_1 = layers.rms_norm(x, p[f"{i}.gain_1"])
         qkv = layers.linear(norm_1, p[f"{i}.qkv"]).reshape(*shape, 3, config.heads, config.head_dim)
+        qkv = qkv.astype(self.attention_dtype, copy=False)
         out, row = self._attention(qkv)
         middle = x + layers.linear(out.reshape(x.shape), p[f"{i}.project"])
         inside = self._feed_forward(i, middle)

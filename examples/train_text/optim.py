@@ -9,6 +9,8 @@ from .layers import Array
 
 WARMUP_STEPS = 50
 FINAL_FRACTION = 0.05  # of the peak, at the last step
+BETAS = 0.9, 0.98
+EPS = 1e-8
 
 
 def learning_rate(step: int, num_steps: int, peak: float) -> float:
@@ -22,17 +24,17 @@ def learning_rate(step: int, num_steps: int, peak: float) -> float:
 class Adam:
     """Adam with bias correction; it updates the parameters in place."""
 
-    def __init__(self, xp: ModuleType, params: dict[str, Array], betas: tuple[float, float] = (0.9, 0.98)) -> None:
-        self.xp, self.params, self.betas, self.num_steps = xp, params, betas, 0
+    def __init__(self, xp: ModuleType, params: dict[str, Array]) -> None:
+        self.xp, self.params, self.num_steps = xp, params, 0
         self.mean = {name: xp.zeros_like(value) for name, value in params.items()}
         self.square = {name: xp.zeros_like(value) for name, value in params.items()}
 
-    def step(self, grads: dict[str, Array], rate: float, eps: float = 1e-8) -> None:
+    def step(self, grads: dict[str, Array], rate: float) -> None:
         self.num_steps += 1
-        beta_1, beta_2 = self.betas
+        beta_1, beta_2 = BETAS
         correct_1, correct_2 = 1 - beta_1**self.num_steps, 1 - beta_2**self.num_steps
         for name, value in self.params.items():
             grad, mean, square = grads[name], self.mean[name], self.square[name]
             mean += (1 - beta_1) * (grad - mean)
             square += (1 - beta_2) * (grad * grad - square)
-            value -= (rate / correct_1) * mean / (self.xp.sqrt(square / correct_2) + eps)
+            value -= (rate / correct_1) * mean / (self.xp.sqrt(square / correct_2) + EPS)
