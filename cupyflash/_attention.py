@@ -305,6 +305,11 @@ class _Accepted(NamedTuple):
 _accepted: dict[tuple[Any, ...], _Accepted] = {}
 
 
+def grads_of(*, has_bias: bool, has_sink: bool) -> Any:
+    """The named tuple of the gradients of such a call."""
+    return _GRADS[has_bias, has_sink]
+
+
 def _call(function: str, attention: Attention, arguments: dict[str, Any], *, backward: bool) -> Any:
     """Check, plan, allocate and compute: the first two once, where a glance at the arguments tells it all.
 
@@ -313,6 +318,10 @@ def _call(function: str, attention: Attention, arguments: dict[str, Any], *, bac
     """
     glance = _interop.glance(arguments, _check.INT_OR_ARRAY)
     if glance is None:
+        if _interop.has_jax(arguments.values()):
+            from cupyflash.jax import _plain
+
+            return _plain.call(function, attention, arguments, backward=backward)
         return PreparedCall(function, attention, arguments, backward=backward).run()
     key = function, attention, glance.form
     accepted = _accepted.get(key)
@@ -359,6 +368,10 @@ def _remembered(_types_of_window: tuple[type, ...] | None, *options: Any) -> Att
 
 def preprocess(function: str, layout: str, out: Any, dout: Any, dlse: Any) -> Any:
     """delta = rowsum(dout · out) − dlse, made by the caller's library."""
+    if _interop.has_jax((out, dout, dlse)):
+        from cupyflash.jax import _plain
+
+        return _plain.preprocess(function, layout, out, dout, dlse)
     call, adopted, shape, dtype = _check.checked_preprocess(function, layout, out, dout, dlse)
     delta = adopted.empty(shape, dtype)
     call.delta = _check.canonical(layout, "delta", delta, call.batch, False)
