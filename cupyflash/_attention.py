@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -336,6 +337,16 @@ def _call(function: str, attention: Attention, arguments: dict[str, Any], *, bac
         outputs = tuple((name, *output) for name, output in judged.outputs.items())
         _accepted[key] = _Accepted(call.ready, outputs, adopted.library, adopted.place)
     return call.run()
+
+
+def planned(function: str, attention: Attention, given: dict[str, Any], *, backward: bool) -> tuple[Any, int]:
+    """The plan of a call with these arguments, under its own name in messages, and the bytes of workspace it needs."""
+    signature = inspect.signature(Attention.bwd if backward else Attention.fwd)
+    arguments = {name: parameter.default for name, parameter in signature.parameters.items()} | given
+    del arguments["self"], arguments["plan"]
+    checked = _check.checked_call(function, attention, arguments, backward=backward, planning=True)
+    spec, call, backend = checked.judged.spec, checked.judged.call, _interop.backend(checked.adopted.place)
+    return backend.plan(spec, call, backward=backward), backend.workspace_bytes(spec, call, backward=backward)
 
 
 def attention_of(

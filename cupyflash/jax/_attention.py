@@ -103,7 +103,7 @@ def _forward(call: AttentionCall, arrays: tuple[Array, ...]) -> tuple[tuple[Arra
     if "block_table" in call.names:
         accepted = "with pages no gradient may be asked for: a gradient to pools of pages does not exist"
         raise UnsupportedError(refusal("attention", "block_table", "is given", accepted))
-    out, lse = _compute(call, arrays)
+    out, lse = _attend(call, arrays)
     return (out, lse), (arrays, out, lse)
 
 

@@ -70,8 +70,9 @@ class AttentionCall:
         from cupyflash._warmup import warmup
 
         given = self._arguments(arrays)
-        warmup(self.attention.plan(**given, backward=self.backward))
-        return self.attention.workspace_size(**given, backward=self.backward)
+        plan, needed = _attention.planned(self.function, self.attention, given, backward=self.backward)
+        warmup(plan)
+        return needed
 
     def batched(self, forms: Sequence[Form], mapped: Sequence[bool]) -> list[bool] | None:
         shapes = {name: shape for name, (shape, _) in zip(self.names, forms, strict=True)}

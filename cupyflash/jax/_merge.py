@@ -82,7 +82,7 @@ def _compute(call: MergeCall, arrays: tuple[Any, ...]) -> tuple[Any, Any]:
 
 
 def _forward(call: MergeCall, arrays: tuple[Any, ...]) -> tuple[tuple[Any, Any], Any]:
-    out, lse = _compute(call, arrays)
+    out, lse = _merge(call, arrays)
     return (out, lse), (arrays, out, lse)
 
 
