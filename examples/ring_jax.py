@@ -38,10 +38,10 @@ def pass_on(axis: str, size: int, *arrays: Any) -> list[Any]:
     return [jax.lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)]) for x in arrays]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def ring(attention: cf.Attention, axis: str, size: int, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+def attend(attention: cf.Attention, axis: str, size: int, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     """(out, lse) of this device's queries over the keys of all. Shards of q are of one length, and as long as k's."""
-    partial, merged = attention.replace(out_dtype="float32"), None
+    partial = attention.replace(out_dtype="float32")
+    merged: Any = None
     for step in range(size):
         part = partial.fwd(q, k, v, **positions(axis, size, step, q.shape[1]))
         merged = part if merged is None else cf.merge_states(*zip(merged, part, strict=True))
@@ -68,6 +68,7 @@ def ring_bwd(attention: cf.Attention, axis: str, size: int, saved: Any, cotangen
     return tuple(grad.astype(x.dtype) for grad, x in zip((dq, dk, dv), (q, k, v), strict=True))
 
 
+ring: Any = jax.custom_vjp(attend, nondiff_argnums=(0, 1, 2))
 ring.defvjp(ring_fwd, ring_bwd)
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 BLOCKS = [
     pytest.param(block, id=f"{page}-{number}")
-    for page in ("README.md", "docs/recipes.md", "docs/torch.md")
+    for page in ("README.md", "docs/recipes.md", "docs/torch.md", "docs/jax.md")
     for number, block in enumerate(
         re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
     )

@@ -40,9 +40,11 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(autouse=True)
-def x64() -> Iterator[None]:
+def exact() -> Iterator[None]:
+    """JAX has float64, and no TF32, only where it is told to."""
     jax.config.update("jax_enable_x64", True)
-    yield
+    with jax.default_matmul_precision("highest"):
+        yield
     jax.config.update("jax_enable_x64", False)
 
 

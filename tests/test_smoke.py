@@ -51,11 +51,15 @@ PARALLEL = [f"parallel.{name}" for name in ("_gather", "_ring", "_shards", "_tra
 
 TORCH = [f"torch.{name}" for name in ("_attention", "_flash", "_kvcache", "_sdpa")]
 
+JAX = [f"jax.{name}" for name in ("_attention", "_merge", "_nn")]
 
-@pytest.mark.parametrize("module", PLAIN + PARALLEL + TORCH)
+
+@pytest.mark.parametrize("module", PLAIN + PARALLEL + TORCH + JAX)
 def test_the_examples_in_docstrings_run(module: str) -> None:
     if module in TORCH:
         pytest.importorskip("torch", reason="torch is not installed")
+    if module in JAX:
+        pytest.importorskip("jax.experimental.buffer_callback", reason="jax is not installed, or older than 0.6.2")
     ran = doctest.testmod(importlib.import_module(f"cupyflash.{module}"))
     assert ran.attempted > 0
     assert ran.failed == 0
