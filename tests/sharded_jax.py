@@ -137,6 +137,12 @@ def test_arrays_on_several_devices_are_refused_outside_shard_map(mesh: Any, rng:
     sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, P("x")))
     with pytest.raises(TypeError, match=rf"`q` lies on {mesh.size} devices; inside jax.shard_map"):
         attention(sharded, sharded, sharded)
+    explicit = jax.make_mesh((mesh.size,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    typed = jax.device_put(x, jax.sharding.NamedSharding(explicit, P("x")))
+    with pytest.raises(TypeError, match=r"attn_fwd: an array is sharded as .*x"):
+        jax.jit(attention)(typed, typed, typed)
+    mapped = jax.jit(jax.shard_map(lambda x: attention(x, x, x).out, mesh=explicit, in_specs=P("x"), out_specs=P("x")))
+    assert_near([mapped(typed)], [attention(x, x, x).out])
     far = jax.device_put(x, jax.devices()[1])
     with pytest.raises(TypeError, match=r"`k` is on .* and `q` on .*; all arrays of a call must be on one device"):
         attention(x, far, x)

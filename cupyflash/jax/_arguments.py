@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -16,9 +17,9 @@ _STARTS = {"q_start": None, "k_start": 0}  # and what is the same as none
 _INTEGERS = ("int32", "uint32", "int64", "uint64")
 
 
-def plain(function: str, arguments: dict[str, Any], dropout_p: float) -> dict[str, Any]:
+def plain(function: str, arguments: dict[str, Any], required: Iterable[str], dropout_p: float) -> dict[str, Any]:
     """The arrays of a forward or backward by name, without those that are None or say nothing."""
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given = {name: value for name, value in arguments.items() if value is not None or name in required}
     if not dropout_p:
         for name in ("seed", "offset"):
             given.pop(name, None)
@@ -36,6 +37,11 @@ def plain(function: str, arguments: dict[str, Any], dropout_p: float) -> dict[st
         given["offset"] = _word(function, "offset", given["offset"])
     require(function, given)
     return given
+
+
+def hint(function: str, name: str, value: Any) -> int | None:
+    """An int, which may not be traced: it may choose a kernel."""
+    return None if value is None else _check.integer(function, name, value, 0, None)
 
 
 def require(function: str, arrays: dict[str, Any]) -> None:

@@ -53,7 +53,8 @@ def attention(
     Raises
     ------
     As `cupyflash.attn_fwd`, when the call is traced or, for what only one kind of device cannot do, when it is
-    compiled. Values are looked at where the NumPy backend computes: a wrong one is a JaxRuntimeError that says which.
+    compiled. Values are looked at where the NumPy backend computes: a wrong one is a ValueError, or a JaxRuntimeError with
+    the same text where XLA computes on a thread of its own.
 
     Notes
     -----
@@ -88,11 +89,19 @@ def forward(
     function: str, options: Attention, arguments: dict[str, Any], max_seqlen_q: int | None, max_seqlen_k: int | None
 ) -> AttnOutput:
     """The arguments that are or may be arrays in any order; q, k, v, bias and sink have gradients."""
-    arrays = _arguments.plain(function, arguments, options.dropout_p)
-    for name in "qkv":
-        _arguments.require(function, {name: arrays.get(name)})
-    call = AttentionCall(options, tuple(arrays), max_seqlen_q, max_seqlen_k)
+    arrays = _arguments.plain(function, arguments, "qkv", options.dropout_p)
+    call = call_of(function, options, arrays, max_seqlen_q, max_seqlen_k)
     return AttnOutput(*_attend(call, tuple(_varying.alike(list(arrays.values())))))
+
+
+def call_of(
+    function: str, options: Attention, arrays: dict[str, Array], max_seqlen_q: Any, max_seqlen_k: Any,
+    *, backward: bool = False,
+) -> AttentionCall:  # fmt: skip
+    """The call on these arrays."""
+    hint_q = _arguments.hint(function, "max_seqlen_q", max_seqlen_q)
+    hint_k = _arguments.hint(function, "max_seqlen_k", max_seqlen_k)
+    return AttentionCall(options, tuple(arrays), hint_q, hint_k, backward)
 
 
 def _compute(call: AttentionCall, arrays: tuple[Array, ...]) -> tuple[Array, Array]:

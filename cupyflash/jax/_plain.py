@@ -7,10 +7,9 @@ from typing import Any
 from cupyflash._attention import Attention, AttnOutput, grads_of
 from cupyflash._errors import refusal
 from cupyflash.jax import _arguments, _attention, _merge, _primitive
-from cupyflash.jax._calls import GRADIENTS, AttentionCall, MergeCall, PreprocessCall
+from cupyflash.jax._calls import MergeCall, PreprocessCall
 
 _OUTPUTS = ("dq", "dk", "dv", "dbias", "dsink", "workspace", "plan")
-_FIRST = (*GRADIENTS, "out", "lse", "dout", "delta", "dlse")
 
 
 def call(function: str, attention: Attention, arguments: dict[str, Any], *, backward: bool) -> Any:
@@ -23,10 +22,10 @@ def call(function: str, attention: Attention, arguments: dict[str, Any], *, back
     hints = arguments.pop("max_seqlen_q"), arguments.pop("max_seqlen_k")
     if not backward:
         return _attention.forward(function, attention, arguments, *hints)
-    arrays = _arguments.plain(function, arguments, attention.dropout_p)
-    required = ("q", "k", "v", "lse", "dout", *(() if "delta" in arrays else ("out",)))
-    _arguments.require(function, {name: arrays.get(name) for name in required})
-    results = _primitive.bind(AttentionCall(attention, tuple(arrays), *hints, backward=True), list(arrays.values()))
+    required = ("q", "k", "v", "lse", "dout", *(("out",) if arguments["delta"] is None else ()))
+    arrays = _arguments.plain(function, arguments, required, attention.dropout_p)
+    backwards = _attention.call_of(function, attention, arrays, *hints, backward=True)
+    results = _primitive.bind(backwards, list(arrays.values()))
     return grads_of(has_bias="bias" in arrays, has_sink="sink" in arrays)(*results)
 
 

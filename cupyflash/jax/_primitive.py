@@ -57,7 +57,7 @@ def _types(*kinds: Any, call: Call) -> list[Any]:
     for kind in kinds:
         if any(axis is not None for axis in kind.sharding.spec):
             accepted = "inside jax.shard_map, where each device sees its own part, it is accepted"
-            raise UnsupportedError(f"{call.function}: an array is sharded as {kind.sharding.spec}; {accepted}")
+            raise TypeError(f"{call.function}: an array is sharded as {kind.sharding.spec}; {accepted}")
     return [_typed(kinds[0], form) for form in _results(call, [form_of(kind) for kind in kinds])]
 
 
