@@ -53,8 +53,8 @@ def attention(
     Raises
     ------
     As `cupyflash.attn_fwd`, when the call is traced or, for what only one kind of device cannot do, when it is
-    compiled. Values are looked at where the NumPy backend computes: a wrong one is a ValueError, or a JaxRuntimeError with
-    the same text where XLA computes on a thread of its own.
+    compiled. Values are looked at where the NumPy backend computes: a wrong one is a ValueError, or a JaxRuntimeError
+    with the same text where XLA computes on a thread of its own.
 
     Notes
     -----
