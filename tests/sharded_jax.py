@@ -146,4 +146,7 @@ def test_arrays_on_several_devices_are_refused_outside_shard_map(mesh: Any, rng:
     far = jax.device_put(x, jax.devices()[1])
     with pytest.raises(TypeError, match=r"`k` is on .* and `q` on .*; all arrays of a call must be on one device"):
         attention(x, far, x)
-    assert attention(far, far, far).out.devices() == {jax.devices()[1]}
+    seed = jax.random.key(0)  # on the first device
+    there = attention(far, far, far, q_start=5, k_start=2, causal=True, dropout_p=0.2, seed=seed).out
+    assert there.devices() == {jax.devices()[1]}
+    assert_near([there], [attention(x, x, x, q_start=5, k_start=2, causal=True, dropout_p=0.2, seed=seed).out])

@@ -418,6 +418,21 @@ def test_seeds_of_all_kinds(jax_device: str, rng: Random) -> None:
     assert not np.array_equal(drop(jnp.int32(7), jnp.int32(9)), drop(jnp.int32(7), jnp.int32(8)))
 
 
+def test_keys_may_be_mapped_and_scanned_and_checkpoints_drop_the_same(jax_device: str, rng: Random) -> None:
+    x, keys = jnp.asarray(rng.standard_normal((1, 9, 2, 4)), jnp.float32), jax.random.split(jax.random.key(1), 3)
+
+    def drop(key: Any, x: Any = x) -> Any:
+        return attention(x, x, x, dropout_p=0.5, seed=key, deterministic=True).out
+
+    one_by_one = jnp.stack([drop(key) for key in keys])
+    assert_same_bits(jax.jit(jax.vmap(drop))(keys), one_by_one)
+    assert_same_bits(jax.lax.scan(lambda carry, key: (carry, drop(key)), 0, keys)[1], one_by_one)
+    kept, again = (
+        jax.jit(jax.grad(lambda x, f=f: jnp.sin(f(keys[0], x)).sum()))(x) for f in (drop, jax.checkpoint(drop))
+    )
+    assert_same_bits([again], [kept])
+
+
 @pytest.mark.usefixtures("x64")
 def test_seeds_of_64_bits(jax_device: str, rng: Random) -> None:
     x = jnp.asarray(rng.standard_normal((1, 9, 2, 4)), jnp.float32)

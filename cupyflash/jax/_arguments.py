@@ -20,22 +20,18 @@ _INTEGERS = ("int32", "uint32", "int64", "uint64")
 def plain(function: str, arguments: dict[str, Any], required: Iterable[str], dropout_p: float) -> dict[str, Any]:
     """The arrays of a forward or backward by name, without those that are None or say nothing."""
     given = {name: value for name, value in arguments.items() if value is not None or name in required}
-    if not dropout_p:
-        for name in ("seed", "offset"):
-            given.pop(name, None)
-    elif "seed" not in given:
-        accepted = "an int in [0, 2**64), a key of jax.random or an integer array of one element is accepted"
-        raise ValueError(refusal(function, "seed", f"is None while `dropout_p` is {dropout_p}", accepted))
-    sequences = _sequences(function, given)
-    for name, nothing in _STARTS.items():
-        if name in given:
-            start = _start(function, name, given.pop(name), nothing, sequences)
-            given |= {} if start is None else {name: start}
-    if "seed" in given:
-        given["seed"] = _seed(function, given["seed"])
-    if "offset" in given:
-        given["offset"] = _word(function, "offset", given["offset"])
-    require(function, given)
+    starts = {name: given.pop(name) for name in _STARTS if name in given}
+    words = {name: given.pop(name) for name in ("seed", "offset") if name in given}
+    require(function, given | {name: start for name, start in starts.items() if isinstance(start, jax.Array)})
+    for name, value in starts.items():
+        start = _start(function, name, value, _sequences(given))
+        given |= {} if start is None else {name: start}
+    if dropout_p:
+        if "seed" not in words:
+            accepted = "an int in [0, 2**64), a key of jax.random or an integer array of one element is accepted"
+            raise ValueError(refusal(function, "seed", f"is None while `dropout_p` is {dropout_p}", accepted))
+        given["seed"] = _seed(function, words["seed"])
+        given["offset"] = _word(function, "offset", words.get("offset", 0))
     return given
 
 
@@ -68,21 +64,22 @@ def _named(devices: set[Any]) -> str:
     return ", ".join(sorted(map(str, devices)))
 
 
-def _sequences(function: str, given: dict[str, Any]) -> int:
+def _sequences(arrays: dict[str, Any]) -> int:
     """How many there are; 0 where a wrong array does not tell, which is refused later."""
-    array, ends = (given["cu_seqlens_q"], 1) if "cu_seqlens_q" in given else (given.get("q"), 0)
-    shape = getattr(array, "shape", ())
-    return max(shape[0] - ends, 0) if shape else 0
+    if "cu_seqlens_q" in arrays:
+        return max(arrays["cu_seqlens_q"].size - 1, 0)
+    return arrays["q"].shape[0] if arrays["q"].ndim else 0
 
 
-def _start(function: str, name: str, value: Any, nothing: int | None, sequences: int) -> Any:
+def _start(function: str, name: str, value: Any, sequences: int) -> Any:
+    """An array of as many; None where the value says nothing."""
     if isinstance(value, jax.Array):
         return jnp.broadcast_to(value, (sequences,)) if value.ndim == 0 else value
     accepted = "an int that fits int32 or an int32 array [B] or []"
     if hasattr(value, "shape"):
         raise TypeError(refusal(function, name, f"is of type {type(value).__name__}", f"{accepted} is accepted"))
     value = _check.integer(function, name, value, -(2**31), 2**31, accepted)
-    return None if value == nothing else jnp.full((sequences,), value, jnp.int32)
+    return None if value == _STARTS[name] else jnp.full((sequences,), value, jnp.int32)
 
 
 def _seed(function: str, value: Any) -> Any:

@@ -101,6 +101,8 @@ class _Xla:
 
 
 def _next_output(shape: tuple[int, ...], dtype: str) -> Memory:
+    if not _running.outputs:
+        raise AssertionError(f"XLA was told of nothing more, and the call makes {dtype}{list(shape)}")
     output = _running.outputs.pop()
     view = output.view
     if dtype == "uint8" and view.dtype == dtype and shape <= view.shape:  # a workspace, which may be longer
