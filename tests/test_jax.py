@@ -376,6 +376,29 @@ def test_calls_that_are_equal_are_traced_once(jax_device: str, rng: Random) -> N
     assert len(traced) == 1
 
 
+def test_a_program_holds_one_call_of_ours_for_each(jax_device: str, rng: Random) -> None:
+    arrays = of_jax(problem(rng))
+    text = str(jax.make_jaxpr(jax.grad(lambda q: call(arrays | {"q": q}, causal=True).out.sum()))(arrays["q"]))
+    assert text.count("= cupyflash[") == 2
+    want = call(arrays, causal=True)
+    with jax.disable_jit():
+        assert_same_bits(jax.jit(lambda arrays: tuple(call(arrays, causal=True)))(arrays), want)
+
+
+def test_gradients_have_the_dtypes_of_what_they_are_of(jax_device: str, rng: Random) -> None:
+    """By jax.grad always; `grad_dtype` is for who calls the backward."""
+    arrays = of_jax(problem(rng, DTYPES["bfloat16"]))
+    q, k, v = (arrays[name] for name in "qkv")
+    attn = cf.Attention(causal=True, out_dtype="float32", grad_dtype="float32")
+    results = attn.fwd(q, k, v)
+    assert results.out.dtype == jnp.float32
+    grads = jax.grad(lambda *qkv: attn.fwd(*qkv).out.sum(), argnums=(0, 1, 2))(q, k, v)
+    wide = attn.bwd(q, k, v, *results, jnp.ones_like(results.out))
+    assert {grad.dtype for grad in grads} == {q.dtype} and {grad.dtype for grad in wide} == {results.out.dtype}
+    for grad, exact in zip(grads, wide, strict=True):
+        np.testing.assert_allclose(host(grad).astype(np.float32), host(exact), rtol=2**-7, atol=2**-7)
+
+
 def test_each_result_alone_has_its_gradient(jax_device: str, rng: Random) -> None:
     arrays = of_jax(problem(rng))
     options = {"causal": True, "deterministic": True}

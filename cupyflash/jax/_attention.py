@@ -90,6 +90,7 @@ def forward(
 ) -> AttnOutput:
     """The arguments that are or may be arrays in any order; q, k, v, bias and sink have gradients."""
     arrays = _arguments.plain(function, arguments, "qkv", options.dropout_p)
+    options = options.replace(grad_dtype=None)  # JAX has gradients in the dtypes of what they are of
     call = call_of(function, options, arrays, max_seqlen_q, max_seqlen_k)
     return AttnOutput(*_attend(call, tuple(_varying.alike(list(arrays.values())))))
 
