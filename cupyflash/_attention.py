@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -327,6 +328,11 @@ class _Accepted(NamedTuple):
 _accepted: dict[tuple[Any, ...], _Accepted] = {}
 
 
+def grads_of(*, has_bias: bool, has_sink: bool) -> Any:
+    """The named tuple of the gradients of such a call."""
+    return _GRADS[has_bias, has_sink]
+
+
 def _call(function: str, attention: Attention, arguments: dict[str, Any], *, backward: bool) -> Any:
     """Check, plan, allocate and compute: the first two once, where a glance at the arguments tells it all.
 
@@ -335,6 +341,10 @@ def _call(function: str, attention: Attention, arguments: dict[str, Any], *, bac
     """
     glance = _interop.glance(arguments, _check.INT_OR_ARRAY)
     if glance is None:
+        if _interop.has_jax(arguments.values()):
+            from cupyflash.jax import _plain
+
+            return _plain.call(function, attention, arguments, backward=backward)
         return PreparedCall(function, attention, arguments, backward=backward).run()
     key = function, attention, glance.form
     accepted = _accepted.get(key)
@@ -349,6 +359,16 @@ def _call(function: str, attention: Attention, arguments: dict[str, Any], *, bac
         outputs = tuple((name, *output) for name, output in judged.outputs.items())
         _accepted[key] = _Accepted(call.ready, outputs, adopted.library, adopted.place)
     return call.run()
+
+
+def planned(function: str, attention: Attention, given: dict[str, Any], *, backward: bool) -> tuple[Any, int]:
+    """The plan of a call with these arguments, under its own name in messages, and the bytes of workspace it needs."""
+    signature = inspect.signature(Attention.bwd if backward else Attention.fwd)
+    arguments = {name: parameter.default for name, parameter in signature.parameters.items()} | given
+    del arguments["self"], arguments["plan"]
+    checked = _check.checked_call(function, attention, arguments, backward=backward, planning=True)
+    spec, call, backend = checked.judged.spec, checked.judged.call, _interop.backend(checked.adopted.place)
+    return backend.plan(spec, call, backward=backward), backend.workspace_bytes(spec, call, backward=backward)
 
 
 def attention_of(
@@ -381,6 +401,10 @@ def _remembered(_types_of_window: tuple[type, ...] | None, *options: Any) -> Att
 
 def preprocess(function: str, layout: str, out: Any, dout: Any, dlse: Any) -> Any:
     """delta = rowsum(dout · out) − dlse, made by the caller's library."""
+    if _interop.has_jax((out, dout, dlse)):
+        from cupyflash.jax import _plain
+
+        return _plain.preprocess(function, layout, out, dout, dlse)
     call, adopted, shape, dtype = _check.checked_preprocess(function, layout, out, dout, dlse)
     delta = adopted.empty(shape, dtype)
     call.delta = _check.canonical(layout, "delta", delta, call.batch, False)

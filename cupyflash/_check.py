@@ -119,8 +119,8 @@ def checked_options(attention: Attention) -> dict[str, Any]:
     dropout_p = _number(name, "dropout_p", attention.dropout_p, "a number in [0, 1)", is_optional=False)
     if dropout_p is None or not 0 <= dropout_p < 1:
         raise ValueError(refusal(name, "dropout_p", f"is {dropout_p}", "a number in [0, 1) is accepted"))
-    num_splits = _integer(name, "num_splits", attention.num_splits, 0, None)
-    split_len = None if attention.split_len is None else _integer(name, "split_len", attention.split_len, 1, None)
+    num_splits = integer(name, "num_splits", attention.num_splits, 0, None)
+    split_len = None if attention.split_len is None else integer(name, "split_len", attention.split_len, 1, None)
     if num_splits and split_len is not None:
         given = f"is {split_len} while `num_splits` is {num_splits}"
         raise ValueError(refusal(name, "split_len", given, "only one of the two is accepted"))
@@ -169,7 +169,7 @@ def _number(function: str, name: str, value: Any, accepted: str, *, is_optional:
     return number + 0.0  # never -0.0, so that equal options are the same in every bit
 
 
-def _integer(function: str, name: str, value: Any, low: int, high: int | None, accepted: str = "") -> int:
+def integer(function: str, name: str, value: Any, low: int, high: int | None, accepted: str = "") -> int:
     accepted = accepted or (f"an int of at least {low}" if high is None else f"an int in [{low}, {high})")
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
         raise TypeError(refusal(function, name, f"is {value!r}", f"{accepted} is accepted"))
@@ -184,7 +184,7 @@ def _window(function: str, value: Any) -> tuple[int | None, int | None] | None:
         return None
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ValueError(refusal(function, "window", f"is {value!r}", f"{accepted} is accepted"))
-    sides = [None if side is None else _integer(function, "window", side, -1, None, accepted) for side in value]
+    sides = [None if side is None else integer(function, "window", side, -1, None, accepted) for side in value]
     left, right = (None if side == -1 else side for side in sides)
     return None if left is None and right is None else (left, right)
 
@@ -301,13 +301,13 @@ def _plain(function: str, arguments: dict[str, Any]) -> _Plain:
         if type(value) is type(default) and value == default:
             arguments[name] = None
         elif type(value) is int or not _interop.is_array(value):
-            ints[name] = _integer(function, name, arguments.pop(name), low, high, accepted)
+            ints[name] = integer(function, name, arguments.pop(name), low, high, accepted)
     return _Plain(
         _boolean(function, "check", check),
         _boolean(function, "accumulate", accumulate),
         ints,
-        None if hint_q is None else _integer(function, "max_seqlen_q", hint_q, 0, None),
-        None if hint_k is None else _integer(function, "max_seqlen_k", hint_k, 0, None),
+        None if hint_q is None else integer(function, "max_seqlen_q", hint_q, 0, None),
+        None if hint_k is None else integer(function, "max_seqlen_k", hint_k, 0, None),
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
@@ -30,6 +31,7 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 
 Place = tuple[str, int]  # device type as the library spells it, and ordinal
 _CPU: Place = ("cpu", 0)
+NOWHERE: Place = ("nowhere", 0)  # of arrays that are shape and dtype alone, while a call is traced
 
 
 class _Library(Protocol):
@@ -121,7 +123,7 @@ def adopt(function: str, arrays: dict[str, Any]) -> Adopted:
         raise AssertionError(f"{function} adopted no array")
     if place[0] == "cuda":
         require_cupy(function)
-    elif place[0] != "cpu":
+    elif place not in (_CPU, NOWHERE):
         accepted = "arrays in CPU or CUDA memory are accepted"
         raise UnsupportedError(refusal(function, next(iter(given)), f"is {_owner(library, place)}", accepted))
     views: dict[str, View] = {}
@@ -182,6 +184,12 @@ def is_array(value: Any) -> bool:
     return type(value) in _libraries or isinstance(value, np.ndarray) or hasattr(value, "__dlpack__")
 
 
+def has_jax(arrays: Iterable[Any]) -> bool:
+    """Whether one of them is JAX's: an array, or what stands for one while JAX traces."""
+    jax = sys.modules.get("jax")
+    return jax is not None and any(isinstance(array, jax.Array) for array in arrays)
+
+
 def permute(view: View, axes: tuple[int | None, ...]) -> View:
     """The same memory with its axes in this order; None puts in an axis of one."""
     array = view.array
@@ -238,6 +246,10 @@ def backend(place: Place) -> Any:
         from cupyflash import _cpu
 
         return _cpu
+    if place == NOWHERE:
+        from cupyflash import _nowhere
+
+        return _nowhere
     from cupyflash import _cuda
 
     return _cuda
@@ -515,6 +527,11 @@ class _DLPack:
 _libraries: dict[type, _Library] = {}  # by exact type; holds supported types only
 
 
+def register(kind: type, library: _Library) -> None:
+    """Take arrays of exactly this type, seen through this library."""
+    _libraries[kind] = library
+
+
 def _library(function: str, name: str, raw: Any) -> _Library:
     library = _libraries.get(type(raw))
     if library is None:
@@ -539,10 +556,8 @@ def _find_library(function: str, name: str, raw: Any) -> _Library:
     if cupy is not None and isinstance(raw, getattr(cupy, "ndarray", ())):
         return _CuPy()
     if root in ("jax", "jaxlib"):
-        advice = f"Pass numpy.asarray({name}) on the CPU, or cupy.from_dlpack({name}) on a GPU."
-        raise UnsupportedError(
-            refusal(function, name, "is a JAX array", "JAX arrays are not taken directly yet", advice)
-        )
+        accepted = "JAX arrays are accepted by the plain forward, backward, preprocess and merges, and by cupyflash.jax"
+        raise UnsupportedError(refusal(function, name, "is a JAX array", accepted))
     if hasattr(kind, "__dlpack__") and hasattr(kind, "__dlpack_device__"):
         return _DLPack(root)
     given = "is None" if raw is None else f"is of type {kind.__name__}"

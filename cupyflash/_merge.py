@@ -81,6 +81,10 @@ def merge_states(
     True
     """
     function = "merge_states"
+    if _interop.has_jax([*_arrays(outs), *_arrays(lses)]):
+        from cupyflash.jax import _plain
+
+        return _plain.merge_states(function, outs, lses, layout, out_dtype, out, lse)
     states = _States(function, layout, outs, lses, {"out": out, "lse": lse})
     common = {view.dtype for view in states.outs.arrays}
     want = _check.dtype_option(function, "out_dtype", out_dtype) or (common.pop() if len(common) == 1 else "float32")
@@ -131,6 +135,10 @@ def merge_states_bwd(
     (True, True)
     """
     function = "merge_states_bwd"
+    if _interop.has_jax([*_arrays(outs), *_arrays(lses)]):
+        from cupyflash.jax import _plain
+
+        return _plain.merge_states_bwd(function, outs, lses, out, lse, dout, dlse, layout)
     for name, array in (("out", out), ("lse", lse), ("dout", dout)):
         if array is None:
             raise TypeError(refusal(function, name, "is None", _interop.ACCEPTED_ARRAYS))
@@ -268,6 +276,10 @@ class _States:
 
 def _sequence_type(given: Any) -> type | None:
     return next((kind for kind in (list, tuple) if isinstance(given, kind)), None)
+
+
+def _arrays(given: Any) -> list[Any]:
+    return [given] if _sequence_type(given) is None else list(given)
 
 
 def _named(name: str, given: Any) -> dict[str, Any]:

@@ -92,6 +92,18 @@ def torch_device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def jax_device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where new JAX arrays live and traced calls run; the GPU part is skipped on a machine without one."""
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    try:
+        device = jax.devices(request.param)[0]
+    except RuntimeError:
+        pytest.skip("no CUDA GPU, or a JAX without CUDA")
+    with jax.default_device(device):
+        yield request.param
+
+
 @pytest.fixture
 def fake_cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A stand-in for CuPy without a GPU: see `tests.fake_cuda`."""

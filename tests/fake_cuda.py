@@ -26,8 +26,8 @@ def make_cupy() -> Any:
     cupy.current, cupy.allocations, cupy.launches, cupy.at = 0, [], [], FIRST_ADDRESS
 
     class Device:
-        def __init__(self, id: int) -> None:
-            self.id = id
+        def __init__(self, id: int | None = None) -> None:
+            self.id = cupy.current if id is None else id
 
         def __enter__(self) -> None:
             self.outer, cupy.current = cupy.current, self.id

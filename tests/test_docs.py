@@ -17,8 +17,8 @@ from tests.backends import gpu_is_there
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference.md"
-MODULES = ("cupyflash", "cupyflash.parallel", "cupyflash.torch", "cupyflash.testing")
-# What an example asks for, beside torch in torch's own.
+MODULES = ("cupyflash", "cupyflash.parallel", "cupyflash.torch", "cupyflash.jax", "cupyflash.testing")
+# What an example asks for, beside torch and JAX in their own.
 NEEDS = {
     "MpiTransport": "mpi4py",
     "NcclTransport": "gpu",
@@ -29,7 +29,7 @@ NEEDS = {
 
 
 def public_names() -> list[str]:
-    """Of all modules; those of torch are read from its source, for where torch is missing."""
+    """Of all modules; read from their source, for where torch or JAX is missing."""
     names = []
     for module in MODULES:
         spec = importlib.util.find_spec(module)
@@ -60,6 +60,7 @@ def parameters() -> list[object]:
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that torch's kernel is overridden
 def test_the_example_of_a_public_name_runs(name: str) -> None:
     needed = [NEEDS.get(name.rpartition(".")[2], ""), "torch" if "torch" in name.lower() else ""]
+    needed += ["jax.experimental.buffer_callback"] if ".jax." in name else []
     for package in filter(None, needed):
         if package == "gpu" and not gpu_is_there():
             pytest.skip("no CUDA GPU")

@@ -269,13 +269,14 @@ def test_what_dlpack_cannot_carry_is_refused_by_name(rng: Random) -> None:
         cf.attn_fwd(q, k, v)
 
 
-def test_jax_arrays_are_refused_with_advice() -> None:
+def test_jax_arrays_are_refused_where_something_is_written_or_kept() -> None:
     jax = pytest.importorskip("jax", reason="jax is not installed")
     x = jax.numpy.ones((1, 3, 2, 4))
-    with pytest.raises(cf.UnsupportedError, match=r"`q` is a JAX array.*numpy\.asarray\(q\)"):
-        cf.attn_fwd(x, x, x)
-    with pytest.raises(cf.UnsupportedError, match="`q` is a JAX array"):
-        jax.jit(lambda x: cf.attn_fwd(x, x, x).out)(x)
+    lengths = jax.numpy.ones((1,), int)
+    with pytest.raises(cf.UnsupportedError, match=r"`q` is a JAX array; .* forward, backward, preprocess and merges"):
+        cf.Attention().prepare(x, x, x)
+    with pytest.raises(cf.UnsupportedError, match="`k_pages` is a JAX array"):
+        cf.kv_append(x, x, x, x, block_table=lengths[None], seqused_k=lengths)
 
 
 # GPUs, without one.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from cupyflash.jax import attention
 
 from . import layers
 from .differentiated import Attention, logits
@@ -17,7 +18,6 @@ from .optim import BETAS, EPS
 
 
 def cupyflash_attention(q: Array, k: Array, v: Array, slopes: Array) -> Array:
-    attention = importlib.import_module("cupyflash.jax").attention
     out, _ = attention(q, k, v, causal=True, alibi_slopes=slopes, out_dtype="float32")
     return out
 
