@@ -96,7 +96,7 @@ def features(case: Case, device: Any) -> Iterator[Feature]:
     for dtype in (torch.bfloat16, torch.float32):
         bias = normal(1, case.heads_q, case.length, case.length).to(dtype)
         name = f"a {str(dtype).removeprefix('torch.')} bias, the same in every batch row"
-        yield Feature(name, (1.6, None), {}, {"bias": bias})  # backward its gradient would be timed too
+        yield Feature(name, (1.6, 1.6), {"bias_grad": False}, {"bias": bias})
 
 
 def packed_lengths(case: Case) -> list[int]:

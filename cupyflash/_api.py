@@ -13,8 +13,8 @@ def attn_fwd(
     q: Any, k: Any, v: Any, *,
     layout: str = "bshd", scale: float | None = None, causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, dropout_p: float = 0.0,
-    deterministic: bool = False, out_dtype: Any = None, grad_dtype: Any = None, num_splits: int = 0,
-    split_len: int | None = None, allow_tf32: bool = False,
+    deterministic: bool = False, out_dtype: Any = None, grad_dtype: Any = None, bias_grad: bool = True,
+    num_splits: int = 0, split_len: int | None = None, allow_tf32: bool = False,
     bias: Any = None, alibi_slopes: Any = None, sink: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, seqused_k: Any = None, block_table: Any = None,
     q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
@@ -91,8 +91,8 @@ def attn_fwd(
     (True, True)
     """
     attention = attention_of(
-        layout, scale, causal, window, softcap, dropout_p, deterministic, out_dtype, grad_dtype, num_splits, split_len,
-        allow_tf32,
+        layout, scale, causal, window, softcap, dropout_p, deterministic, out_dtype, grad_dtype, bias_grad, num_splits,
+        split_len, allow_tf32,
     )  # fmt: skip
     return attention.fwd(
         q, k, v, bias=bias, alibi_slopes=alibi_slopes, sink=sink, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
@@ -107,8 +107,8 @@ def attn_bwd(
     delta: Any = None, dlse: Any = None,
     layout: str = "bshd", scale: float | None = None, causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, dropout_p: float = 0.0,
-    deterministic: bool = False, out_dtype: Any = None, grad_dtype: Any = None, num_splits: int = 0,
-    split_len: int | None = None, allow_tf32: bool = False,
+    deterministic: bool = False, out_dtype: Any = None, grad_dtype: Any = None, bias_grad: bool = True,
+    num_splits: int = 0, split_len: int | None = None, allow_tf32: bool = False,
     bias: Any = None, alibi_slopes: Any = None, sink: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, seqused_k: Any = None,
     q_start: Any = None, k_start: Any = 0, seed: Any = None, offset: Any = 0,
@@ -151,7 +151,7 @@ def attn_bwd(
     Returns
     -------
     dq, dk, dv[, dbias][, dsink] : named tuple `AttnGrads`
-        dbias when `bias` was given, dsink when `sink` was.
+        dbias when `bias` was given and `bias_grad` is True, dsink when `sink` was.
 
     Raises
     ------
@@ -174,8 +174,8 @@ def attn_bwd(
     True
     """
     attention = attention_of(
-        layout, scale, causal, window, softcap, dropout_p, deterministic, out_dtype, grad_dtype, num_splits, split_len,
-        allow_tf32,
+        layout, scale, causal, window, softcap, dropout_p, deterministic, out_dtype, grad_dtype, bias_grad, num_splits,
+        split_len, allow_tf32,
     )  # fmt: skip
     return attention.bwd(
         q, k, v, out, lse, dout, delta=delta, dlse=dlse, bias=bias, alibi_slopes=alibi_slopes, sink=sink,

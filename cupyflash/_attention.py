@@ -111,6 +111,8 @@ class Attention:
         Forward only: dtype of `out`; "float32" for partial states that will be merged.
     grad_dtype : dtype, default each input's
         Backward only: dtype of dq, dk, dv and dbias.
+    bias_grad : bool, default True
+        Backward only: False leaves out dbias, which costs a kernel of its own on a GPU; for a bias that is a mask.
     num_splits : int, default 0
         Forward only: parts the keys are split into; 0 lets the plan choose, 1 is none.
     split_len : int, default None
@@ -144,6 +146,7 @@ class Attention:
     deterministic: bool = False
     out_dtype: Any = None
     grad_dtype: Any = None
+    bias_grad: bool = True
     num_splits: int = 0
     split_len: int | None = None
     allow_tf32: bool = False
@@ -373,12 +376,12 @@ def planned(function: str, attention: Attention, given: dict[str, Any], *, backw
 
 def attention_of(
     layout: Any, scale: Any, causal: Any, window: Any, softcap: Any, dropout_p: Any, deterministic: Any, out_dtype: Any,
-    grad_dtype: Any, num_splits: Any, split_len: Any, allow_tf32: Any,
+    grad_dtype: Any, bias_grad: Any, num_splits: Any, split_len: Any, allow_tf32: Any,
 ) -> Attention:  # fmt: skip
     """The `Attention` of these options, made and checked when they are first said in these types."""
     options = (
-        layout, scale, causal, window, softcap, dropout_p, deterministic, out_dtype, grad_dtype, num_splits, split_len,
-        allow_tf32,
+        layout, scale, causal, window, softcap, dropout_p, deterministic, out_dtype, grad_dtype, bias_grad, num_splits,
+        split_len, allow_tf32,
     )  # fmt: skip
     try:
         return _remembered(None if window is None else tuple(map(type, window)), *options)

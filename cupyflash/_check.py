@@ -135,6 +135,7 @@ def checked_options(attention: Attention) -> dict[str, Any]:
         "deterministic": _boolean(name, "deterministic", attention.deterministic),
         "out_dtype": dtype_option(name, "out_dtype", attention.out_dtype),
         "grad_dtype": dtype_option(name, "grad_dtype", attention.grad_dtype),
+        "bias_grad": _boolean(name, "bias_grad", attention.bias_grad),
         "num_splits": num_splits,
         "split_len": split_len,
         "allow_tf32": _boolean(name, "allow_tf32", attention.allow_tf32),
@@ -222,7 +223,8 @@ def checked_call(
             advice = "It may be None only when `delta` is given." if name == "out" else ""
             raise TypeError(refusal(function, name, "is None", _interop.ACCEPTED_ARRAYS, advice))
     if plain.accumulate and not planning:
-        for name in ("dq", "dk", "dv", *(f"d{name}" for name in ("bias", "sink") if arguments[name] is not None)):
+        differentiable = ("bias", "sink") if attention.bias_grad else ("sink",)
+        for name in ("dq", "dk", "dv", *(f"d{name}" for name in differentiable if arguments[name] is not None)):
             if arguments[name] is None:
                 accepted = "an array is needed: with accumulate=True every gradient is added into what is given"
                 raise ValueError(refusal(function, name, "is None", accepted))
@@ -435,7 +437,7 @@ def _judge(
     arrays = Arrays(function, attention.layout, tuple(Given(*fields) for fields in given))
     if place[0] == "cuda":
         _check_elements(arrays)
-    _check_company(arrays)
+    _check_company(arrays, attention.bias_grad)
     _check_shapes(arrays)
     dtypes = _check_dtypes(arrays, attention, backward, accumulate)
     results = _check_outputs(arrays, dtypes)
@@ -463,7 +465,7 @@ def _judge(
     )
 
 
-def _check_company(arrays: Arrays) -> None:
+def _check_company(arrays: Arrays, bias_grad: bool) -> None:
     """Which arrays need or exclude which."""
     is_packed, is_paged = arrays.layout == "thd", "block_table" in arrays
     needs = [
@@ -482,6 +484,7 @@ def _check_company(arrays: Arrays) -> None:
         ("cu_seqlens_k", is_paged, "with `block_table` the keys lie in pages, not packed, so None is accepted"),
         ("bias", is_packed, "None is accepted with layout 'thd'"),
         ("dlse", "delta" in arrays, "None is accepted with `delta`, which already contains it"),
+        ("dbias", not bias_grad, "None is accepted with bias_grad=False"),
     ]
     for name, applies, why in excludes:
         if applies and name in arrays:
@@ -602,7 +605,7 @@ def _check_dtypes(arrays: Arrays, attention: Attention, backward: bool, accumula
     dout = arrays["dout"].dtype if "dout" in arrays else out
     grad = attention.grad_dtype or dtype
     results = {"dq": grad, "dk": grad, "dv": grad}
-    if "bias" in arrays:
+    if "bias" in arrays and attention.bias_grad:
         results["dbias"] = attention.grad_dtype or arrays["bias"].dtype
     if "sink" in arrays:
         results["dsink"] = rows

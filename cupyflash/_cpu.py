@@ -104,7 +104,9 @@ def _backward(spec: Spec, call: Call, plan: NumpyPlan) -> None:
         dq, dk, dv = problem.per_query(call.dq), problem.per_key(call.dk), problem.per_key(call.dv)
         lse = problem.per_row(call.lse)
         delta = problem.heads_apart(_delta(call) if call.delta is None else call.delta.array, axis=1)
-        dbias = None if problem.bias is None else np.zeros(problem.bias.shape, problem.dtype)
+        dbias = None
+        if call.dbias is not None and problem.bias is not None:
+            dbias = np.zeros(problem.bias.shape, problem.dtype)
         dsink = None if problem.sink is None else np.zeros(problem.sink.shape, problem.dtype)
         for part in problem.parts(plan):
             every_row, every_key = slice(0, part.len_q), slice(0, part.len_k)

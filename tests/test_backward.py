@@ -324,6 +324,25 @@ def test_a_forward_dropout_mask_is_the_backwards(rng: Random) -> None:
     assert 0 < (out == 0).mean() < 1
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_a_bias_without_its_gradient_changes_no_other(backend: Backend, dtype: str, rng: Random) -> None:
+    q, k, v = (backend.put(array.astype(dtype)) for array in _qkv(rng))
+    bias = rng.standard_normal((1, 2, 70, 90))
+    bias[..., rng.random(90) < 0.3] = -np.inf
+    options: dict[str, Any] = {"bias": backend.put(bias.astype(dtype)), "deterministic": True}
+    out, lse = cf.attn_fwd(q, k, v, **options)
+    saved = (q, k, v, out, lse, backend.put(rng.standard_normal(out.shape).astype(dtype)))
+    whole, less = cf.attn_bwd(*saved, **options), cf.attn_bwd(*saved, **options, bias_grad=False)
+    assert (*less._fields, "dbias") == whole._fields
+    for mine, other in zip(_numpy(backend, less), _numpy(backend, whole[:3]), strict=True):
+        _assert_same_bits(mine, other)
+    added = {name: backend.put(np.zeros(x.shape, np.float64)) for name, x in less._asdict().items()}
+    if dtype == "float64":
+        cf.attn_bwd(*saved, **options, bias_grad=False, accumulate=True, **added)
+        for mine, other in zip(_numpy(backend, added.values()), _numpy(backend, less), strict=True):
+            _assert_same_bits(mine, other)
+
+
 def test_bias_of_stride_zero_has_a_gradient_of_its_shape(rng: Random) -> None:
     q, k, v = _qkv(rng)
     row = rng.standard_normal(90).astype(np.float32)

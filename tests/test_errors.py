@@ -471,6 +471,7 @@ TOGETHER: list[tuple[str, Callable[[], dict[str, Any]], dict[str, Any], type[Exc
     ("accumulate without dk", dense_backward, {"accumulate": True, "dk": None}, ValueError, ("`dk`", "accumulate")),
     ("accumulate without dbias", dense_backward, {"accumulate": True, "dbias": None}, ValueError, ("`dbias`",)),
     ("accumulate without dsink", dense_backward, {"accumulate": True, "dsink": None}, ValueError, ("`dsink`",)),
+    ("dbias that is not wanted", dense_backward, {"bias_grad": False}, ValueError, ("`dbias`", "bias_grad=False")),
     ("dbias without bias", dense_backward, {"bias": None}, ValueError, ("`bias`", "`dbias`")),
     ("dsink without sink", dense_backward, {"sink": None}, ValueError, ("`sink`", "`dsink`")),
     ("grad_dtype against dq", dense_backward, {"grad_dtype": "float64"}, TypeError, ("`dq`", "float32", "float64")),

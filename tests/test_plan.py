@@ -126,6 +126,9 @@ def test_only_a_bias_has_a_kernel_for_its_gradient() -> None:
     assert plan is not None
     assert (plan.constants.bias_element, plan.constants.grad_element) == ("float16", "float32")
     assert plan_backward(spec(), KNOWN[90]).dbias is None
+    unwanted = plan_backward(spec(features=Features(bias=True), bias_dtype="float16"), KNOWN[90])
+    assert unwanted.dbias is None
+    assert "dbias" not in unwanted.main.why
 
 
 def test_a_device_too_small_is_named_with_what_it_has() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import cupyflash as cf
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from cupyflash.torch import _operators, attention  # noqa: E402
 
@@ -124,8 +126,28 @@ def test_opcheck(torch_device: str, layout: str) -> None:
     torch.library.opcheck(_operators.attn_fwd, arguments, options)
     arguments, options = operator_call(tensors, layout=layout, causal="bottom-right")
     out, lse = _operators.attn_fwd(*arguments, **options)
-    torch.library.opcheck(_operators.attn_bwd, (torch.ones_like(out), None, out, lse, *arguments), options)
-    torch.library.opcheck(_operators.attn_bwd, (torch.ones_like(out), lse, out, lse, *arguments), options)
+    for dlse, bias_grad in ((None, True), (lse, False)):
+        saved = torch.ones_like(out), dlse, out, lse
+        torch.library.opcheck(_operators.attn_bwd, (*saved, *arguments), options | {"bias_grad": bias_grad})
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_a_masks_gradient_is_computed_where_it_is_asked_for(torch_device: str, needs_gradient: bool) -> None:
+    class Seen(TorchDispatchMode):
+        bias_grads: ClassVar[list[bool]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is _operators.attn_bwd:
+                self.bias_grads.append(kwargs["bias_grad"])
+            return func(*args, **kwargs or {})
+
+    tensors = with_gradients(problem(torch_device))
+    tensors["bias"] = tensors["bias"].detach().requires_grad_(needs_gradient)
+    out, _ = call(tensors)
+    with Seen():
+        out.sum().backward()
+    assert Seen.bias_grads == [needs_gradient]
+    assert (tensors["bias"].grad is not None) == needs_gradient
 
 
 def test_opcheck_with_inputs_of_any_strides(torch_device: str) -> None:

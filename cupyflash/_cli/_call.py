@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--split-len", type=int, metavar="N", help="forward only: keys per split instead")
     add("--out-dtype", choices=FLOATS, help="forward only; default: as --dtype")
     add("--grad-dtype", choices=FLOATS, help="backward only; default: as --dtype")
+    add("--no-bias-grad", action="store_true", help="backward only: without dbias")
     add("--accumulate", action="store_true", help="backward only: gradients are added to what is there")
     add("--deterministic", action="store_true", help="backward only")
     add("--tf32", action="store_true", help="float32 products may be rounded to TF32")
@@ -74,8 +75,9 @@ def judge(options: argparse.Namespace, *, backward: bool) -> Judged:
         attention = Attention(
             layout=options.layout, scale=options.scale, causal=options.causal, window=options.window,
             softcap=options.softcap, dropout_p=options.dropout, deterministic=options.deterministic,
-            out_dtype=options.out_dtype, grad_dtype=options.grad_dtype, num_splits=options.splits,
-            split_len=options.split_len, allow_tf32=options.tf32,
+            out_dtype=options.out_dtype, grad_dtype=options.grad_dtype,
+            bias_grad=not options.no_bias_grad, num_splits=options.splits, split_len=options.split_len,
+            allow_tf32=options.tf32,
         )  # fmt: skip
         arguments = _arrays(options) | {"accumulate": backward and options.accumulate}
         return judged_of(options.command, attention, arguments, backward=backward)

@@ -307,7 +307,7 @@ def legal_gradients(spec: Spec, device: Device) -> Iterator[Gradients]:
 def _sm90_gradients(spec: Spec, device: Device) -> Iterator[Gradients]:
     """One kernel, or two where dq's sums have no room beside those of dk and dv."""
     gradients = _gradients(spec)
-    note = "; dbias is bwd_dbias_generic's" if spec.features.bias else ""
+    note = "; dbias is bwd_dbias_generic's" if spec.dbias_dtype else ""
     dim, dim_v = (next(n for n in SM90_HEAD_DIMS if real <= n) for real in (spec.head_dim, spec.head_dim_v))
     wider = max(dim, dim_v)
     own, both = {"head_dim": dim, "head_dim_v": dim_v}, {"head_dim": wider, "head_dim_v": wider}
@@ -387,7 +387,7 @@ def backward(spec: Spec, device: Device) -> BackwardPlan:
     preprocess = BwdPreprocess(spec.dtype, spec.out_dtype, spec.dout_dtype, min(copy_bytes, spec.align))
     finish = BwdFinish(accum_of(spec.dtype), spec.grad_dtype, copy_bytes, spec.accumulate)
     dbias = None
-    if spec.features.bias:
+    if spec.dbias_dtype:
         bias_gradients: dict[str, Any] = gradients | {"grad_element": spec.dbias_dtype}
         dbias_rows = _rows(tiles.DBIAS, spec)
         dbias = _first(_fitting(BwdDbiasGeneric, dbias_rows, spec, device, **bias_gradients), spec, device)

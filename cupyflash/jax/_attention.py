@@ -74,8 +74,8 @@ def attention(
     [2.083, 1.083, 0.583, 0.25]
     """
     options = attention_of(
-        layout, scale, causal, window, softcap, dropout_p, deterministic, out_dtype, None, num_splits, split_len,
-        allow_tf32,
+        layout, scale, causal, window, softcap, dropout_p, deterministic, out_dtype, None, True, num_splits,
+        split_len, allow_tf32,
     )  # fmt: skip
     arrays = {
         "q": q, "k": k, "v": v, "bias": bias, "sink": sink, "alibi_slopes": alibi_slopes, "cu_seqlens_q": cu_seqlens_q,

@@ -32,9 +32,8 @@ _OPTIONS = (
 _library = torch.library.Library("cupyflash", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _library.define(f"attn_fwd({_INPUTS}, *, {_OPTIONS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
-_library.define(
-    f"attn_bwd(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, *, {_OPTIONS}) -> Tensor[]", tags=_TAGS
-)
+_SAVED = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
+_library.define(f"attn_bwd({_SAVED}, {_INPUTS}, *, {_OPTIONS}, bool bias_grad) -> Tensor[]", tags=_TAGS)
 _library.define(
     "kv_append(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor v, Tensor block_table, Tensor seqused_k) -> ()",
     tags=_TAGS,
@@ -52,8 +51,8 @@ def _attention(options: dict[str, Any]) -> Attention:
     causal = options["causal"]
     return attention_of(
         options["layout"], options["scale"], False if causal == "none" else causal, window, options["softcap"],
-        options["dropout_p"], options["deterministic"], options["out_dtype"], None, options["num_splits"],
-        options["split_len"], options["allow_tf32"],
+        options["dropout_p"], options["deterministic"], options["out_dtype"], None, options.get("bias_grad", True),
+        options["num_splits"], options["split_len"], options["allow_tf32"],
     )  # fmt: skip
 
 
@@ -105,6 +104,7 @@ def _backward_shapes(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
     bias: Tensor | None, sink: Tensor | None, *given: Tensor | None, **options: Any,
 ) -> list[Tensor]:  # fmt: skip
+    bias = bias if options["bias_grad"] else None
     return [like.new_empty(like.shape) for like in (q, k, v, bias, sink) if like is not None]
 
 
@@ -125,9 +125,11 @@ def _save(
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     *inputs, out, lse = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    given = iter(attn_bwd(dout, dlse, out, lse, *inputs, **ctx.options))
-    # One for each of q, k, v, bias and sink that was given; all else has none.
-    return (*(None if like is None else next(given) for like in inputs[:5]), *([None] * len(inputs[5:])))
+    q, k, v, bias, sink, *others = inputs
+    wanted = q, k, v, bias if ctx.needs_input_grad[3] else None, sink  # a mask has no use for the time that dbias takes
+    bias_grad = wanted[3] is not None
+    given = iter(attn_bwd(dout, dlse, out, lse, *inputs, **ctx.options, bias_grad=bias_grad))
+    return (*(None if like is None else next(given) for like in wanted), *([None] * len(others)))
 
 
 def _save_nothing(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:

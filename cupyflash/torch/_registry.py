@@ -57,7 +57,7 @@ def override(key: str) -> Override:
 def _options(is_causal: bool, dropout_p: float, scale: float | None) -> Attention:
     causal = "top-left" if is_causal else False
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return attention_of("bhsd", scale, causal, None, None, dropout_p, deterministic, None, None, 0, None, False)
+    return attention_of("bhsd", scale, causal, None, None, dropout_p, deterministic, None, None, False, 0, None, False)
 
 
 @torch.no_grad()  # torch records its graph around this, and leaves grad mode on
