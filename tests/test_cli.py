@@ -198,6 +198,7 @@ DESCRIBED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "sink": np.ones(8, np.float32),
         },
     ),
+    "--q 1,300,8,64 --bias": ({}, {"q": (1, 300, 8, 64), "bias": np.ones((1, 8, 300, 300), HALF)}),
 }
 
 

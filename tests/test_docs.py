@@ -1,4 +1,5 @@
-"""Every public name is in the reference, with an example that runs; pictures are what their scripts draw."""
+"""Every public name is in the reference, with an example that runs; links and the tree of the architecture are right;
+pictures are what their scripts draw."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from tests.backends import gpu_is_there
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference.md"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 MODULES = ("cupyflash", "cupyflash.parallel", "cupyflash.torch", "cupyflash.jax", "cupyflash.testing")
 # What an example asks for, beside torch and JAX in their own.
 NEEDS = {
@@ -77,13 +79,55 @@ def test_the_example_of_a_public_name_runs(name: str) -> None:
 
 
 def test_the_reference_has_every_public_name_and_no_other() -> None:
-    listed = re.findall(r"^\.\. (?:auto\w+|py:data):: (\S+)$", REFERENCE.read_text("utf-8"), re.MULTILINE)
+    listed = re.findall(r"^\.\. (?:auto\w+|py:data):: ([\w.]+)", REFERENCE.read_text("utf-8"), re.MULTILINE)
     assert sorted(listed) == sorted(public_names())
 
 
 def test_the_examples_on_the_reference_page_run() -> None:
     failed, attempted = doctest.testfile(str(REFERENCE), module_relative=False, encoding="utf-8")
     assert attempted and not failed
+
+
+def prose(page: Path) -> str:
+    """A page without what is in fences, where nothing is a link or a heading."""
+    return re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> list[str]:
+    """Of its headings, as GitHub makes them, and the site of those of three levels."""
+    headings = re.findall(r"^#{1,3} (.+)$", prose(page), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"\w+:", link):  # on the web
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert target.is_relative_to(ROOT), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_pages_link_to_pages() -> None:
+    assert sum(len(re.findall(r"\]\([\w./-]+\.md(?:#[\w-]+)?\)", prose(page))) for page in PAGES) > 50
+
+
+def test_every_page_can_be_reached_from_readme() -> None:
+    listed = set(re.findall(r"\]\(docs/([\w-]+\.md)", prose(ROOT / "README.md")))
+    assert listed >= {page.name for page in PAGES if page.parent.name == "docs"} - {"index.md"}
+
+
+@pytest.mark.parametrize("folder", ["", "_cuda/", "_cli/", "parallel/", "torch/", "jax/"])
+def test_the_architecture_page_has_every_module_and_no_other(folder: str) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    [row] = re.findall(rf"^\| `cupyflash/{folder}` \| (.*) \|$", page, re.MULTILINE)
+    named = re.findall(r"`(\w+)`", row)
+    modules = {path.stem for path in (ROOT / "cupyflash" / folder).glob("*.py")} - {"__init__", "__main__"}
+    assert modules <= set(named)
+    assert {name for name in named if name.startswith("_")} <= modules
 
 
 @pytest.mark.parametrize("name", diagrams.DIAGRAMS)

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--scale", type=float, metavar="X", help="default: 1/sqrt(D)")
     add("--softcap", type=float, metavar="X")
     add("--alibi", action="store_true")
-    add("--bias", nargs="?", const="", choices=FLOATS, help="of --dtype, or of another")
+    add("--bias", nargs="?", const=True, choices=FLOATS, help="of --dtype, or of another")
     add("--sink", action="store_true")
     add("--dropout", type=float, default=0.0, metavar="P")
     add("--page-size", type=int, metavar="N", help="keys lie in pages of so many; forward only")
@@ -157,8 +157,9 @@ def _arrays(options: argparse.Namespace) -> dict[str, np.ndarray]:
     heads_q = shapes["q"][2 if options.layout == "bshd" else 1]
     arrays = {name: _empty(shape, options.dtype) for name, shape in shapes.items()} | small
     rows = "float64" if options.dtype == "float64" else "float32"
-    if options.bias is not None:
-        arrays["bias"] = _empty((1, 1, 1, 1), options.bias or options.dtype)  # no kernel is chosen by its shape
+    if options.bias is not None:  # True: alone
+        dtype = options.dtype if options.bias is True else options.bias
+        arrays["bias"] = _empty((1, 1, 1, 1), dtype)  # no kernel is chosen by its shape
     if options.alibi:
         arrays["alibi_slopes"] = _empty((heads_q,), rows)
     if options.sink:

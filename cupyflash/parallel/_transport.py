@@ -33,10 +33,6 @@ class Transfer(Protocol):
 class Transport(Protocol):
     """Moves arrays between the ranks of a group.
 
-    `exchange` starts sending and receiving and returns without waiting: while the messages travel the caller computes.
-    Arrays are sent as they are when the work that is queued before the call is done. All ranks call `exchange` in an
-    order that matches; what one rank sends to another arrives in the order of sending.
-
     Examples
     --------
     >>> from types import SimpleNamespace
@@ -44,10 +40,23 @@ class Transport(Protocol):
     """
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Which of the group's processes this one is, from 0."""
+        ...
+
     @property
-    def size(self) -> int: ...
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer: ...
+    def size(self) -> int:
+        """How many there are."""
+        ...
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
+        """Start sending and receiving, and return without waiting: while the messages travel the caller computes.
+
+        A message is a pair of the other rank and a C-contiguous array. Arrays are sent as they are when the work that
+        is queued before the call is done. All ranks call `exchange` in an order that matches; what one rank sends to
+        another arrives in the order of sending.
+        """
+        ...
 
 
 def check_messages(transport: str, messages: Sequence[Message], kind: type, accepted: str) -> None:
