@@ -41,7 +41,7 @@ def launch(engine: str, ranks: int, command: Sequence[str], *, seconds: float) -
     with tempfile.TemporaryDirectory() as folder:
         if engine in OVER_MPI:
             python = [sys.executable, "-m", "mpi4py", *command]  # which ends all when one fails
-            processes = [_start([mpiexec(), "-n", str(ranks), *python], {}, Path(folder) / "output")]
+            processes = [_start([mpiexec(), "-n", str(ranks), *python], {_SIZE: str(ranks)}, Path(folder) / "output")]
         else:
             python = [sys.executable, *command]
             processes = [
@@ -61,11 +61,14 @@ def launch(engine: str, ranks: int, command: Sequence[str], *, seconds: float) -
 
 def connect(engine: str) -> Any:
     """This process's transport."""
-    if engine == "mpi":
-        return MpiTransport()
-    if engine == "staged":
-        return StagedTransport(MpiTransport())
-    rank, size, folder = int(os.environ[_RANK]), int(os.environ[_SIZE]), Path(os.environ[_FOLDER])
+    size = int(os.environ[_SIZE])
+    if engine in OVER_MPI:
+        transport = MpiTransport()
+        if transport.size != size:
+            why = "mpiexec is not of the MPI that mpi4py was built with"
+            raise RuntimeError(f"a group of {transport.size}, not {size}: {why}")
+        return transport if engine == "mpi" else StagedTransport(transport)
+    rank, folder = int(os.environ[_RANK]), Path(os.environ[_FOLDER])
     if engine == "nccl":
         import cupy
 

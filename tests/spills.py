@@ -37,7 +37,7 @@ SPILLS: dict[tuple[str, str, int], tuple[int, str]] = {
     ("BwdGeneric", "16-bit", 256): (96, _BOOKKEEPING),
     ("BwdGeneric", "float32", 64): (96, _BOOKKEEPING),
     ("BwdGeneric", "float32", 96): (96, _BOOKKEEPING),
-    ("BwdGeneric", "float32", 128): (112, _BOOKKEEPING),
+    ("BwdGeneric", "float32", 128): (116, _BOOKKEEPING),
     ("BwdGeneric", "float32", 192): (48, _BOOKKEEPING),
     ("BwdGeneric", "float32", 256): (160, _BOOKKEEPING),
     ("BwdGeneric", "float64", 256): (2528, _WIDE_DOUBLES),

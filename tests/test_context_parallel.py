@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -368,3 +369,13 @@ def test_a_rank_that_fails_ends_the_others() -> None:
     fails = "import os, sys, time; sys.exit(3) if os.environ['CUPYFLASH_RANK'] == '1' else time.sleep(60)"
     with pytest.raises(RuntimeError, match="gloo, 2 ranks: a rank ended with 3"):
         ranks.launch("gloo", 2, ["-c", fails], seconds=30)
+
+
+@pytest.mark.parametrize("engine", ["mpi", "staged"])
+def test_ranks_that_mpi_does_not_bring_together_are_an_error(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where mpiexec is of another MPI than mpi4py: then each process is a world of one."""
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    monkeypatch.setattr(ranks, "MpiTransport", lambda: SimpleNamespace(rank=0, size=1))
+    monkeypatch.setenv("CUPYFLASH_RANKS", "2")
+    with pytest.raises(RuntimeError, match="a group of 1, not 2: mpiexec"):
+        ranks.connect(engine)
