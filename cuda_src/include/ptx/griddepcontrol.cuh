@@ -1,5 +1,5 @@
 // Kernels of one call that overlap at their edges: programmatic dependent launch, sm_90 and later. The host launches all but a call's first
-// kernel so that they may start early (launch.py), and each of those waits here before it touches memory.
+// kernel so that they may start early (launch.py), and each of those waits here before it touches what the one in front may.
 #pragma once
 #include "types.cuh"
 
