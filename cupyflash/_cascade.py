@@ -256,6 +256,10 @@ class _Groups:
     def are_shared(self) -> bool:
         return self.largest > 1
 
+    @property
+    def are_equal(self) -> bool:
+        return bool((self.sizes == self.largest).all())
+
     def turn(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Which offsets of keys give every sequence its own in this turn, and whose turn it is.
 
@@ -409,7 +413,9 @@ class _Cascade(Maker):
         own: dict[str, Any] = {"check": self.check, "max_seqlen_q": self.max_seqlen_q, "cu_seqlens_q": offsets_q}
         own |= {name: getattr(level, name) for name in _OF_KEYS if getattr(level, name) is not None}
         if self._is_stacked(i):
-            own["cu_seqlens_q"] = offsets_q[self.int32(groups.bounds)]
+            # Groups of one size take nothing from the host, so that a CUDA graph may hold the call.
+            firsts = slice(None, None, groups.largest) if groups.are_equal else self.int32(groups.bounds)
+            own["cu_seqlens_q"] = offsets_q[firsts]
             if self.max_seqlen_q is not None:
                 own["max_seqlen_q"] = self.max_seqlen_q * groups.largest
             yield _Call(i, attention.replace(causal=False, window=None), self.keys[i], own)

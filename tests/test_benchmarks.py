@@ -45,6 +45,17 @@ def test_decoding_is_timed_beside_its_peers_on_the_same_keys(tmp_path: Path, mon
     assert "| 2 x 192 | math |" in compare.markdown(compare.load(file))
 
 
+def test_a_cascade_is_timed_beside_its_keys_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import cascade
+
+    for name, value in (("SEQUENCES", 3), ("SHARED", 90), ("OWN", 20), ("LEAST_BYTES", 1)):
+        monkeypatch.setattr(cascade, name, value)
+    file = tmp_path / "cascade.jsonl"
+    cascade.main(["--device", "cpu", "--reps", "2", "--json", str(file)])
+    [row] = [row for row in compare.load(file) if "speed" in row]
+    assert row["speed"] == row["flat_ms"] / row["cascade_ms"] > 0
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_judge_agrees_with_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     import benchmarks.reference as judge
@@ -137,7 +148,8 @@ def test_features_are_timed_beside_a_plain_call(
     rows, printed = [record for record in records if "feature" in record], capsys.readouterr().out
     both = [name for name in ("softcap 30", "ALiBi", "a sink", "dropout") for _ in range(2)]
     assert [row["feature"].split(",")[0] for row in rows] == [
-        *both, "gradients in order", "gradients in float32", "a bfloat16 bias", "a float32 bias", "packed",
+        *both, "gradients in order", "gradients in float32", "a bfloat16 bias", "a bfloat16 bias", "a float32 bias",
+        "a float32 bias", "packed",
     ]  # fmt: skip
     for row in rows:
         median = {name: quartiles[1] for name, quartiles in row["times_ms"].items()}

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import cupyflash as cf
+from cupyflash import _cascade
 from cupyflash.testing import assert_close, check_forward, peer_bwd, reference_bwd, rounding_terms, row_dtype
-from tests.backends import Backend, NumpyBackend
+from tests.backends import Backend, NumpyBackend, gpu_is_there
 from tests.cases import DTYPES
 
 Random = np.random.Generator
@@ -57,6 +58,7 @@ CASES: dict[str, Case] = {
     "everything": Case(PREFILL, THREE, EVERYTHING, ("alibi_slopes of rows", "sink", "dlse")),
     "everything, live keys": Case(PREFILL, THREE, EVERYTHING, ("alibi_slopes", "sink"), unused=3),
     "live keys": Case(PREFILL, UNEQUAL, CAUSAL, unused=2),
+    "groups of two": Case(PREFILL[:4], (((2, 2), (41, 67)), (None, (9, 1, 33, 5))), CAUSAL, ("dlse",)),
     "own keys before shared ones": Case(ONE_EACH, (OWN, ((2, 3), (20, 31))), CAUSAL),
     "own keys before own ones": Case(PREFILL, (OWN, OWN), {"causal": True, "window": (35, 0)}),
     "queries that reach back to the first level": Case((5, 8), ((None, (3, 4)), (None, (1, 2))), CAUSAL),
@@ -178,6 +180,42 @@ def check(problem: Problem, backend: Backend, name: str) -> None:
             right, near = (np.concatenate(problem.unflat(np.asarray(x, np.float64))) for x in (right, near))
             added *= most  # as many sequences add to a key
         assert_close(actual, right, near, dtype=dtype, terms=added, sums=problem.row, name=f"{name} {what}")
+
+
+@pytest.mark.parametrize("name", ["decode", "groups of two"])
+def test_groups_of_one_size_take_nothing_from_the_host(
+    backend: Backend, name: str, rng: Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a CUDA graph may hold the call."""
+    problem = Problem(CASES[name], "float32", rng)
+
+    def taken(self: Any, values: np.ndarray) -> Any:
+        raise AssertionError(f"{values} came from the host")
+
+    monkeypatch.setattr(_cascade._Cascade, "int32", taken)
+    out, lse = problem.forward(backend)
+    k, v, options = problem.flat()
+    check_forward(out, lse, problem.q, k, v, name=name, **options)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_holds_a_cascade(rng: Random) -> None:
+    torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+    if not (gpu_is_there() and torch.cuda.is_available()):
+        pytest.skip("no CUDA GPU, or a torch without CUDA")
+
+    def on_gpu(value: Any) -> Any:
+        return torch.from_numpy(value).cuda() if isinstance(value, np.ndarray) else value
+
+    problem = Problem(CASES["decode"], "float16", rng)
+    levels = [cf.CascadeLevel(**{name: on_gpu(x) for name, x in vars(level).items()}) for level in problem.levels]
+    q, offsets = on_gpu(problem.q), on_gpu(problem.cu_q)
+    want = cf.attn_cascade(q, levels, attention=problem.attention, cu_seqlens_q=offsets)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = cf.attn_cascade(q, levels, attention=problem.attention, cu_seqlens_q=offsets)
+    graph.replay()
+    torch.testing.assert_close(tuple(found), tuple(want), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", CASES)
