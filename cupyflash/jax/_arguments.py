@@ -22,7 +22,8 @@ def plain(function: str, arguments: dict[str, Any], required: Iterable[str], dro
     given = {name: value for name, value in arguments.items() if value is not None or name in required}
     starts = {name: given.pop(name) for name in _STARTS if name in given}
     words = {name: given.pop(name) for name in ("seed", "offset") if name in given}
-    require(function, given | {name: start for name, start in starts.items() if isinstance(start, jax.Array)})
+    numbers = starts | (words if dropout_p else {})
+    require(function, given | {name: number for name, number in numbers.items() if isinstance(number, jax.Array)})
     for name, value in starts.items():
         start = _start(function, name, value, _sequences(given))
         given |= {} if start is None else {name: start}
