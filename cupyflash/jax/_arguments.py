@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from cupyflash import _check
-from cupyflash._errors import refusal
+from cupyflash._errors import UnsupportedError, refusal
 
 _STARTS = {"q_start": None, "k_start": 0}  # and what is the same as none
 _INTEGERS = ("int32", "uint32", "int64", "uint64")
@@ -22,6 +22,8 @@ def plain(function: str, arguments: dict[str, Any], required: Iterable[str], dro
     given = {name: value for name, value in arguments.items() if value is not None or name in required}
     starts = {name: given.pop(name) for name in _STARTS if name in given}
     words = {name: given.pop(name) for name in ("seed", "offset") if name in given}
+    if "alibi_slopes" in given and isinstance(given["alibi_slopes"], jax.Array):
+        given["alibi_slopes"] = _constant(given["alibi_slopes"])
     numbers = starts | (words if dropout_p else {})
     require(function, given | {name: number for name, number in numbers.items() if isinstance(number, jax.Array)})
     for name, value in starts.items():
@@ -34,6 +36,18 @@ def plain(function: str, arguments: dict[str, Any], required: Iterable[str], dro
         given["seed"] = _seed(function, words["seed"])
         given["offset"] = _word(function, "offset", words.get("offset", 0))
     return given
+
+
+@jax.custom_jvp
+def _constant(slopes: Any) -> Any:
+    """The same, which has no derivative."""
+    return slopes
+
+
+@_constant.defjvp
+def _refuse_derivative(primals: Any, tangents: Any) -> Any:
+    accepted = "what has no gradient is accepted there: jax.lax.stop_gradient(alibi_slopes)"
+    raise UnsupportedError(refusal("attention", "alibi_slopes", "is differentiated", accepted))
 
 
 def hint(function: str, name: str, value: Any) -> int | None:
@@ -94,15 +108,15 @@ def _seed(function: str, value: Any) -> Any:
 
 def _word(function: str, name: str, value: Any) -> Any:
     """A 64-bit number as its two 32-bit words, the low one first: JAX has no 64-bit arrays unless it is told to."""
-    _, low, high, accepted = _check.INT_OR_ARRAY[name]
+    _, low, high, _ = _check.INT_OR_ARRAY[name]
+    accepted = f"an int in [0, 2**{high.bit_length() - 1}) or an array of one element of {', '.join(_INTEGERS)}"
     if not isinstance(value, jax.Array):
         number = _check.integer(function, name, value, low, high, accepted)
         return jnp.array([number & 0xFFFFFFFF, number >> 32], jnp.uint32)
     shape, dtype = form(value)
     if dtype not in _INTEGERS or value.size != 1:
-        accepted = f"an int, or an array of one element of {', '.join(_INTEGERS)}, is accepted"
-        given = f"is an array {dtype}{list(shape)}"
-        raise (TypeError if dtype not in _INTEGERS else ValueError)(refusal(function, name, given, accepted))
+        error = TypeError if dtype not in _INTEGERS else ValueError
+        raise error(refusal(function, name, f"is an array {dtype}{list(shape)}", f"{accepted} is accepted"))
     value = value.reshape(())
     high_word = value >> 32 if value.dtype.itemsize == 8 else jnp.where(value < 0, -1, 0)
     return jnp.stack([value.astype(jnp.uint32), high_word.astype(jnp.uint32)])
