@@ -22,10 +22,10 @@ def plain(function: str, arguments: dict[str, Any], required: Iterable[str], dro
     given = {name: value for name, value in arguments.items() if value is not None or name in required}
     starts = {name: given.pop(name) for name in _STARTS if name in given}
     words = {name: given.pop(name) for name in ("seed", "offset") if name in given}
-    if "alibi_slopes" in given and isinstance(given["alibi_slopes"], jax.Array):
-        given["alibi_slopes"] = _constant(given["alibi_slopes"])
     numbers = starts | (words if dropout_p else {})
-    require(function, given | {name: number for name, number in numbers.items() if isinstance(number, jax.Array)})
+    require(function, given | {name: number for name, number in numbers.items() if _is_placed(number)})
+    if "alibi_slopes" in given:
+        given["alibi_slopes"] = _constant(given["alibi_slopes"])
     for name, value in starts.items():
         start = _start(function, name, value, _sequences(given))
         given |= {} if start is None else {name: start}
@@ -73,6 +73,11 @@ def require(function: str, arrays: dict[str, Any]) -> None:
         if len(own) > 1:
             accepted = "inside jax.shard_map, where each device sees its own part, it is accepted"
             raise TypeError(refusal(function, name, f"lies on {len(own)} devices", accepted))
+
+
+def _is_placed(number: Any) -> bool:
+    """Whether somebody has put it on a device; any other goes where the data is."""
+    return isinstance(number, jax.Array) and not isinstance(number, Tracer) and number.committed
 
 
 def _named(devices: set[Any]) -> str:
