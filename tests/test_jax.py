@@ -534,6 +534,8 @@ def test_seeds_of_64_bits(jax_device: str, rng: Random) -> None:
         ({"bias": np.ones((3, 3))}, TypeError, r"`bias` is of type ndarray; .* jax.numpy.asarray\(bias\)"),
         ({"max_seqlen_q": jnp.ones((), int)}, TypeError, "attention: `max_seqlen_q` is Array"),
         ({"k": None}, TypeError, "attention: `k` is None"),
+        ({"k": jax.random.split(jax.random.key(0), (1, 3, 2, 4))}, TypeError, "attn_fwd: `k` is key<fry>"),
+        ({"q_start": jnp.ones(())}, TypeError, "attn_fwd: `q_start` is float32; int32 is accepted"),
         ({"cu_seqlens_q": jnp.zeros(2, int)}, ValueError, "attn_fwd: `cu_seqlens_q` is given"),
     ],
     ids=str,
@@ -593,6 +595,8 @@ def test_slopes_have_no_gradient_rather_than_0(rng: Random) -> None:
 
     with pytest.raises(cf.UnsupportedError, match=r"attention: `alibi_slopes` is differentiated; .*stop_gradient"):
         jax.grad(loss, argnums=(0, 1))(x, slopes)
+    with pytest.raises(cf.UnsupportedError, match="attn_fwd: `alibi_slopes` is differentiated"):
+        jax.grad(lambda slopes: cf.attn_fwd(x, x, x, alibi_slopes=slopes).lse.sum())(slopes)
     want = jax.grad(loss)(x, slopes)
     for function in (
         jax.jit(loss),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.core import Tracer
 
 from cupyflash import _check
 from cupyflash._errors import UnsupportedError, refusal
+from cupyflash.jax._memory import form_of
 
 _STARTS = {"q_start": None, "k_start": 0}  # and what is the same as none
 _INTEGERS = ("int32", "uint32", "int64", "uint64")
@@ -25,7 +27,7 @@ def plain(function: str, arguments: dict[str, Any], required: Iterable[str], dro
     numbers = starts | (words if dropout_p else {})
     require(function, given | {name: number for name, number in numbers.items() if _is_placed(number)})
     if "alibi_slopes" in given:
-        given["alibi_slopes"] = _constant(given["alibi_slopes"])
+        given["alibi_slopes"] = _constant(function, given["alibi_slopes"])
     for name, value in starts.items():
         start = _start(function, name, value, _sequences(given))
         given |= {} if start is None else {name: start}
@@ -38,16 +40,16 @@ def plain(function: str, arguments: dict[str, Any], required: Iterable[str], dro
     return given
 
 
-@jax.custom_jvp
-def _constant(slopes: Any) -> Any:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _constant(function: str, slopes: Any) -> Any:
     """The same, which has no derivative."""
     return slopes
 
 
 @_constant.defjvp
-def _refuse_derivative(primals: Any, tangents: Any) -> Any:
+def _refuse_derivative(function: str, primals: Any, tangents: Any) -> Any:
     accepted = "what has no gradient is accepted there: jax.lax.stop_gradient(alibi_slopes)"
-    raise UnsupportedError(refusal("attention", "alibi_slopes", "is differentiated", accepted))
+    raise UnsupportedError(refusal(function, "alibi_slopes", "is differentiated", accepted))
 
 
 def hint(function: str, name: str, value: Any) -> int | None:
@@ -106,7 +108,7 @@ def _seed(function: str, value: Any) -> Any:
     """As two words: an int's or an array's own, or drawn from a key."""
     if isinstance(value, jax.Array):
         is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-        if (is_key and value.ndim == 0) or (not is_key and form(value) == ((2,), "uint32")):
+        if (is_key and value.ndim == 0) or (not is_key and form_of(value) == ((2,), "uint32")):
             return jax.random.bits(value, (2,), jnp.uint32)
     return _word(function, "seed", value)
 
@@ -118,15 +120,10 @@ def _word(function: str, name: str, value: Any) -> Any:
     if not isinstance(value, jax.Array):
         number = _check.integer(function, name, value, low, high, accepted)
         return jnp.array([number & 0xFFFFFFFF, number >> 32], jnp.uint32)
-    shape, dtype = form(value)
+    shape, dtype = form_of(value)
     if dtype not in _INTEGERS or value.size != 1:
         error = TypeError if dtype not in _INTEGERS else ValueError
         raise error(refusal(function, name, f"is an array {dtype}{list(shape)}", f"{accepted} is accepted"))
     value = value.reshape(())
     high_word = value >> 32 if value.dtype.itemsize == 8 else jnp.where(value < 0, -1, 0)
     return jnp.stack([value.astype(jnp.uint32), high_word.astype(jnp.uint32)])
-
-
-def form(array: Any) -> tuple[tuple[int, ...], str]:
-    """Shape and the name of the dtype, which of keys NumPy does not know."""
-    return tuple(array.shape), str(array.dtype)

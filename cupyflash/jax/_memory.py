@@ -15,6 +15,11 @@ from cupyflash._spec import View
 Form = tuple[tuple[int, ...], str]  # shape and dtype, all that tracing knows of an array
 
 
+def form_of(kind: Any) -> Form:
+    """Of an array of JAX's or of its type; NumPy does not know the dtypes of keys."""
+    return tuple(kind.shape), kind.dtype.name
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
     """A dense array in memory of XLA's, or nowhere."""

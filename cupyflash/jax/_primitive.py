@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -23,7 +22,7 @@ from cupyflash._errors import UnsupportedError
 from cupyflash._interop import NUMPY_DTYPES, Place
 from cupyflash.jax import _memory, _varying
 from cupyflash.jax._calls import Call
-from cupyflash.jax._memory import Form
+from cupyflash.jax._memory import Form, form_of
 
 _primitive: Any = Primitive("cupyflash")
 _primitive.multiple_results = True
@@ -33,11 +32,6 @@ _primitive.def_impl(functools.partial(apply_primitive, _primitive))
 def bind(call: Call, arrays: Sequence[Any]) -> list[Any]:
     """The results of the call, computed or traced. Raises what the plain call raises, before anything is computed."""
     return _primitive.bind(*_varying.alike(arrays), call=call)
-
-
-def form_of(kind: Any) -> Form:
-    """Of an array or of its type."""
-    return tuple(kind.shape), np.dtype(kind.dtype).name
 
 
 # What results look like.
