@@ -408,11 +408,17 @@ def preprocess(function: str, layout: str, out: Any, dout: Any, dlse: Any) -> An
         from cupyflash.jax import _plain
 
         return _plain.preprocess(function, layout, out, dout, dlse)
+    adopted, delta, work = ready_preprocess(function, layout, out, dout, dlse)
+    work({}, adopted.stream)
+    return adopted.give(delta)
+
+
+def ready_preprocess(function: str, layout: str, out: Any, dout: Any, dlse: Any) -> tuple[_interop.Adopted, View, Work]:
+    """Checked, with delta allocated and the kernel loaded."""
     call, adopted, shape, dtype = _check.checked_preprocess(function, layout, out, dout, dlse)
     delta = adopted.empty(shape, dtype)
     call.delta = _check.canonical(layout, "delta", delta, call.batch, False)
-    _interop.backend(adopted.place).preprocess(call, adopted.stream)
-    return adopted.give(delta)
+    return adopted, delta, _interop.backend(adopted.place).preprocess(call)
 
 
 def _arguments(named: dict[str, Any]) -> dict[str, Any]:

@@ -128,14 +128,32 @@ def _backward(spec: Spec, call: Call, plan: NumpyPlan) -> None:
             _add(call.dsink.array, ..., dsink.reshape(call.dsink.shape))
 
 
-def preprocess(call: Call, stream: int) -> None:
-    """Writes call.delta."""
+def preprocess(call: Call) -> Work:
+    """To write call.delta."""
+    return lambda *_: _preprocess(call)
+
+
+def merge_bytes(call: MergeCall) -> int:
+    """As of `workspace_bytes`."""
+    return 0
+
+
+def merge(call: MergeCall) -> Work:
+    """To write call.out and call.lse, which may be the arrays of one of the states."""
+    return lambda *_: _merge(call)
+
+
+def merge_bwd(call: MergeCall) -> Work:
+    """To write call.douts and call.dlses."""
+    return lambda *_: _merge_bwd(call)
+
+
+def _preprocess(call: Call) -> None:
     with np.errstate(all="ignore"):
         _array(call.delta)[...] = _delta(call)
 
 
-def merge(call: MergeCall) -> None:
-    """Writes call.out and call.lse, which may be the arrays of one of the states."""
+def _merge(call: MergeCall) -> None:
     with np.errstate(all="ignore"):
         dtype = _widest(*call.outs, *call.lses)
         lses = [lse.array.astype(dtype) for lse in call.lses]
@@ -150,8 +168,7 @@ def merge(call: MergeCall) -> None:
         _array(call.lse)[...] = shift + np.log(total)
 
 
-def merge_bwd(call: MergeCall) -> None:
-    """Writes call.douts and call.dlses."""
+def _merge_bwd(call: MergeCall) -> None:
     with np.errstate(all="ignore"):
         dtype = _widest(*call.outs, *call.lses)
         out, lse, dout = (_array(view).astype(dtype) for view in (call.out, call.lse, call.dout))

@@ -256,11 +256,15 @@ def backend(place: Place) -> Any:
 
 
 def dtype_name(value: Any) -> str | None:
-    """`"float32"` for its spellings as a string, a NumPy dtype or scalar type, or a torch dtype; None for the rest."""
+    """`"float32"` for its spellings as a string, a NumPy or JAX dtype or scalar type, or a torch dtype; else None."""
     if isinstance(value, str):
         return value if value in NUMPY_DTYPES else None
     if type(value).__module__ == "torch":
         return _torch_dtype_name(value)
+    if isinstance(value, type) and isinstance(
+        getattr(value, "dtype", None), np.dtype
+    ):  # jax.numpy.float32 and its like
+        return _numpy_dtype_name(value.dtype)
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return _numpy_dtype_name(np.dtype(value))
     return None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from cupyflash import _check, _interop
 from cupyflash._attention import AttnOutput
 from cupyflash._errors import UnsupportedError, refusal
 from cupyflash._interop import Adopted
-from cupyflash._spec import View
+from cupyflash._spec import FilledIn, View, Work
 
 _LSE_DTYPES = ("float32", "float64")
 _LONGEST = 2**31 - 1  # the kernels count in 32 bits
@@ -31,9 +30,7 @@ class MergeCall:
     dlse: View | None = None
     douts: list[View] = field(default_factory=list)
     dlses: list[View] = field(default_factory=list)
-    empty: Callable[[tuple[int, ...], str], View] | None = None
     device: int = 0
-    stream: int = 0
 
 
 def merge_states(
@@ -85,19 +82,11 @@ def merge_states(
         from cupyflash.jax import _plain
 
         return _plain.merge_states(function, outs, lses, layout, out_dtype, out, lse)
-    states = _States(function, layout, outs, lses, {"out": out, "lse": lse})
-    common = {view.dtype for view in states.outs.arrays}
-    want = _check.dtype_option(function, "out_dtype", out_dtype) or (common.pop() if len(common) == 1 else "float32")
-    want_lse = "float64" if any(view.dtype == "float64" for view in states.lses.arrays) else "float32"
-    states.check("out", (want,))
-    states.check("lse", (want_lse,))
-    states.check_writing()
-
-    result, result_lse = states.result("out", want), states.result("lse", want_lse)
-    call = states.call()
-    call.out, call.lse = states.canonical("out", result), states.canonical("lse", result_lse)
-    _interop.backend(states.adopted.place).merge(call)
-    return AttnOutput(states.adopted.give(result), states.adopted.give(result_lse))
+    merge = forward(function, outs, lses, layout, out_dtype, out, lse)
+    adopted, needed = merge.states.adopted, merge.workspace_bytes
+    given: FilledIn = {"workspace": adopted.empty((needed,), "uint8")} if needed else {}
+    merge.work(given, adopted.stream)
+    return AttnOutput(*[adopted.give(view) for view in merge.results])
 
 
 def merge_states_bwd(
@@ -142,21 +131,53 @@ def merge_states_bwd(
     for name, array in (("out", out), ("lse", lse), ("dout", dout)):
         if array is None:
             raise TypeError(refusal(function, name, "is None", _interop.ACCEPTED_ARRAYS))
+    merge = backward(function, outs, lses, out, lse, dout, dlse, layout)
+    adopted = merge.states.adopted
+    merge.work({}, adopted.stream)
+    douts, dlses = merge.results
+    return douts.give(adopted), dlses.give(adopted)
+
+
+class ReadyMerge(NamedTuple):
+    """Checked, its results allocated, its kernels loaded."""
+
+    states: _States
+    results: tuple[Any, Any]  # Views of a forward, families of a backward
+    work: Work
+    workspace_bytes: int
+
+
+def forward(
+    function: str, outs: Any, lses: Any, layout: str, out_dtype: Any, out: Any = None, lse: Any = None
+) -> ReadyMerge:
+    """`merge_states` up to its work."""
+    states = _States(function, layout, outs, lses, {"out": out, "lse": lse})
+    forms = states.results(out_dtype)
+    for name, (_, dtype) in forms.items():
+        states.check(name, (dtype,))
+    states.check_writing()
+
+    adopted = states.adopted
+    results = {name: adopted.views.get(name) or adopted.empty(*form) for name, form in forms.items()}
+    call, backend = states.call(results), _interop.backend(adopted.place)
+    return ReadyMerge(states, (results["out"], results["lse"]), backend.merge(call), backend.merge_bytes(call))
+
+
+def backward(function: str, outs: Any, lses: Any, out: Any, lse: Any, dout: Any, dlse: Any, layout: str) -> ReadyMerge:
+    """`merge_states_bwd` up to its work."""
     states = _States(function, layout, outs, lses, {"out": out, "lse": lse, "dout": dout, "dlse": dlse})
     for name in ("out", "dout"):
         states.check(name, _check.FLOATS)
     for name in ("lse", "dlse"):
         states.check(name, _LSE_DTYPES)
 
-    douts, dlses = states.outs.empty_like(states.adopted), states.lses.empty_like(states.adopted)
-    call = states.call()
-    for name in ("out", "lse", "dout", "dlse"):
-        if name in states.adopted.views:
-            setattr(call, name, states.canonical(name, _interop.require_unit_stride(states.adopted, name)))
+    adopted = states.adopted
+    douts, dlses = states.outs.empty_like(adopted), states.lses.empty_like(adopted)
+    given = [name for name in ("out", "lse", "dout", "dlse") if name in adopted.views]
+    call = states.call({name: _interop.require_unit_stride(adopted, name) for name in given})
     call.douts = [states.canonical("out", view) for view in douts.states]
     call.dlses = [states.canonical("lse", view) for view in dlses.states]
-    _interop.backend(states.adopted.place).merge_bwd(call)
-    return douts.give(states.adopted), dlses.give(states.adopted)
+    return ReadyMerge(states, (douts, dlses), _interop.backend(adopted.place).merge_bwd(call), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,22 +276,29 @@ class _States:
                     views[f"{family.name}[{i}]"] = view
         _check.check_writing(replace(self.adopted, views=views), ("out", "lse"))
 
-    def result(self, name: str, dtype: str) -> View:
-        """The array to write to: the caller's, or a new one."""
-        shape = tuple(self.arrays.sizes[size] for size in self.axes(name).split())
-        return self.adopted.views.get(name) or self.adopted.empty(shape, dtype)
+    def results(self, out_dtype: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of the merged out and lse."""
+        common = {view.dtype for view in self.outs.arrays}
+        out = _check.dtype_option(self.adopted.function, "out_dtype", out_dtype)
+        out = out or (common.pop() if len(common) == 1 else "float32")
+        lse = "float64" if any(view.dtype == "float64" for view in self.lses.arrays) else "float32"
+        return {
+            name: (tuple(self.arrays.sizes[size] for size in self.axes(name).split()), dtype)
+            for name, dtype in (("out", out), ("lse", lse))
+        }
 
     def canonical(self, name: str, view: View) -> View:
         return _check.canonical(self.layout, name, view, 0, False)
 
-    def call(self) -> MergeCall:
+    def call(self, others: dict[str, View]) -> MergeCall:
+        """Of the states and of what is like one of them."""
+        like_states: dict[str, Any] = {name: self.canonical(name, view) for name, view in others.items()}
         return MergeCall(
             self.adopted.function,
             outs=[self.canonical("out", view) for view in self.outs.readable(self.adopted).states],
             lses=[self.canonical("lse", view) for view in self.lses.readable(self.adopted).states],
-            empty=self.adopted.empty,
             device=self.adopted.device,
-            stream=self.adopted.stream,
+            **like_states,
         )
 
 

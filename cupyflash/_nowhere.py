@@ -34,16 +34,24 @@ def backward(spec: Spec, call: Call, plan: None) -> Work:
     return _nothing
 
 
-def preprocess(call: Call, stream: int) -> None:
-    """Nothing."""
+def preprocess(call: Call) -> Work:
+    """To do nothing."""
+    return _nothing
 
 
-def merge(call: Any) -> None:
-    """Nothing."""
+def merge_bytes(call: Any) -> int:
+    """None are needed."""
+    return 0
 
 
-def merge_bwd(call: Any) -> None:
-    """Nothing."""
+def merge(call: Any) -> Work:
+    """To do nothing."""
+    return _nothing
+
+
+def merge_bwd(call: Any) -> Work:
+    """To do nothing."""
+    return _nothing
 
 
 def append(call: AppendCall) -> Work:

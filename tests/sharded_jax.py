@@ -150,3 +150,20 @@ def test_arrays_on_several_devices_are_refused_outside_shard_map(mesh: Any, rng:
     there = attention(far, far, far, q_start=5, k_start=2, causal=True, dropout_p=0.2, seed=seed).out
     assert there.devices() == {jax.devices()[1]}
     assert_near([there], [attention(x, x, x, q_start=5, k_start=2, causal=True, dropout_p=0.2, seed=seed).out])
+
+
+def test_a_call_is_made_where_its_arrays_are(mesh: Any, rng: Random) -> None:
+    """Those that were put on a device decide, seeds and starts among them; nothing goes from one to another."""
+    first, last = mesh.devices.flat[0], mesh.devices.flat[-1]
+    [x] = draw(rng, (2, 5, 4, 8))
+    x = jax.device_put(x, last)
+    key, number = jax.random.key(1), jnp.int32(1)
+    step = jax.value_and_grad(lambda x, key: attention(x, x, x, dropout_p=0.5, seed=key, q_start=2).out.sum())
+    for result in step(x, jax.device_put(key, last)):
+        assert result.devices() == {last}
+    for name, given in {"seed": key, "offset": number, "q_start": number}.items():
+        arguments = {"seed": 1, name: jax.device_put(given, first)}
+        with pytest.raises(
+            TypeError, match=f"attention: `{name}` is on .* and `q` on .*; all arrays of a call must be"
+        ):
+            attention(x, x, x, dropout_p=0.5, **arguments)

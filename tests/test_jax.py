@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,7 @@ def test_plain_functions_take_jax_arrays(jax_device: str, transform: Any, rng: R
     assert_same_bits(transform(everything)(*map(jnp.asarray, numpy_arrays)), want)
 
 
-@pytest.mark.parametrize("count", [1, 3, 30])
+@pytest.mark.parametrize("count", [1, 3, 30, 50])
 def test_merges_of_stacked_and_of_many_states_have_gradients(jax_device: str, count: int, rng: Random) -> None:
     outs = rng.standard_normal((count, 2, 3, 2, 5)).astype(np.float32)
     lses = rng.standard_normal((count, 2, 2, 3)).astype(np.float32)
@@ -334,6 +335,16 @@ def test_vmap_of_merges_and_packed_sequences(jax_device: str, rng: Random) -> No
         assert_same_bits([of_packed[i]], [call(packed | {"q": queries[i]}, layout="thd").out])
 
 
+def test_vmap_over_nothing(jax_device: str) -> None:
+    nothing = jnp.ones((0, 2, 5, 4, 8))
+    for options in ({}, {"dropout_p": 0.5, "seed": 1}):
+        function = jax.vmap(lambda x, o=options: jax.value_and_grad(lambda x: attention(x, x, x, **o).out.sum())(x))
+        values, grads = function(nothing)
+        assert (values.shape, grads.shape) == ((0,), nothing.shape)
+    out, lse = jax.vmap(lambda x: tuple(attention(x, x, x)))(nothing)
+    assert (out.shape, lse.shape) == (nothing.shape, (0, 2, 4, 5))
+
+
 @pytest.mark.usefixtures("exact_products")
 def test_remat_and_scan(jax_device: str, rng: Random) -> None:
     x = jnp.asarray(rng.standard_normal((2, 5, 2, 8)), jnp.float32)
@@ -411,6 +422,41 @@ def test_each_result_alone_has_its_gradient(jax_device: str, rng: Random) -> Non
         np.testing.assert_allclose(host(of_out[name] + of_lse[name]), host(of_both[name]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("transform", [lambda function: function, jax.jit, jax.grad], ids=["eager", "jit", "grad"])
+def test_nans_are_found_where_jax_is_told_to_look(jax_device: str, transform: Any) -> None:
+    x = jnp.ones((1, 3, 2, 4))
+    function = transform(lambda x: attention(x, x, x).out.sum())
+    with jax.debug_nans(True):
+        function(x)
+    bad = x.at[0, 0].set(jnp.nan)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        function(bad)
+
+
+def test_donated_inputs_are_read_before_they_are_written(jax_device: str, rng: Random) -> None:
+    x = jnp.asarray(rng.standard_normal((2, 65, 4, 8)), jnp.float32)
+    want = attention(x, x * 2, x * 3, causal=True).out
+    donating = jax.jit(lambda q, k, v: attention(q, k, v, causal=True).out, donate_argnums=(0, 1, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # XLA has one result to put into three
+        assert_same_bits([donating(x + 0, x * 2, x * 3)], [want])
+
+
+def test_integer_arguments_have_gradients_without_a_value(jax_device: str) -> None:
+    x, live = jnp.ones((2, 3, 2, 4)), jnp.array([3, 1], jnp.int32)
+    function = jax.grad(lambda x, live: attention(x, x, x, seqused_k=live).out.sum(), argnums=(0, 1), allow_int=True)
+    assert [grad.dtype for grad in jax.jit(function)(x, live)] == [x.dtype, jax.dtypes.float0]
+
+
+@pytest.mark.parametrize("spelling", [jnp.float32, jnp.bfloat16, jnp.dtype("float16"), np.float32, "bfloat16"], ids=str)
+def test_dtypes_may_be_jaxs(spelling: Any) -> None:
+    x = jnp.ones((1, 3, 2, 4), jnp.float16)
+    for function in (attention, cf.attn_fwd):
+        assert jax.eval_shape(lambda x, f=function: f(x, x, x, out_dtype=spelling).out, x).dtype == spelling
+    with pytest.raises(TypeError, match=r"`out_dtype` is <class 'jax.numpy.int32'>"):
+        attention(x, x, x, out_dtype=jnp.int32)
+
+
 @pytest.mark.parametrize(("batch", "len_q", "len_k"), [(0, 3, 5), (2, 0, 5), (2, 3, 0)])
 def test_empty_arrays(jax_device: str, batch: int, len_q: int, len_k: int) -> None:
     q, k = jnp.ones((batch, len_q, 4, 8)), jnp.ones((batch, len_k, 2, 8))
@@ -437,6 +483,7 @@ def test_seeds_of_all_kinds(jax_device: str, rng: Random) -> None:
         assert_same_bits([drop(key, 0)], [of(low + (high << 32))])
     assert_same_bits([drop(jnp.uint32(2**32 - 1), jnp.array([2**32 - 1], jnp.uint32))], [of(2**32 - 1, 2**32 - 1)])
     assert_same_bits([drop(jnp.int32(7), jnp.int32(9))], [of(7, 9)])
+    assert_same_bits([drop(jnp.int32(-7), jnp.int32(0))], [of(2**64 - 7)])
     assert_same_bits([attention(x, x, x, dropout_p=0.5, seed=2**64 - 1).out], [of(2**64 - 1)])
     assert not np.array_equal(drop(jnp.int32(7), jnp.int32(9)), drop(jnp.int32(7), jnp.int32(8)))
 
@@ -477,6 +524,7 @@ def test_seeds_of_64_bits(jax_device: str, rng: Random) -> None:
         ({"dropout_p": 0.5}, ValueError, "attention: `seed` is None while `dropout_p` is 0.5"),
         ({"dropout_p": 0.5, "seed": -1}, ValueError, "attention: `seed` is -1"),
         ({"dropout_p": 0.5, "seed": 1.0}, TypeError, "attention: `seed` is 1.0"),
+        ({"dropout_p": 0.5, "seed": 2**64}, ValueError, "an array of one element of int32, uint32, int64, uint64"),
         ({"dropout_p": 0.5, "seed": jnp.ones(3, int)}, ValueError, r"`seed` is an array int32\[3\]"),
         ({"dropout_p": 0.5, "seed": 1, "offset": jnp.ones(())}, TypeError, r"`offset` is an array float32\[\]"),
         ({"q_start": 2**31}, ValueError, "attention: `q_start` is 2147483648"),
@@ -486,6 +534,8 @@ def test_seeds_of_64_bits(jax_device: str, rng: Random) -> None:
         ({"bias": np.ones((3, 3))}, TypeError, r"`bias` is of type ndarray; .* jax.numpy.asarray\(bias\)"),
         ({"max_seqlen_q": jnp.ones((), int)}, TypeError, "attention: `max_seqlen_q` is Array"),
         ({"k": None}, TypeError, "attention: `k` is None"),
+        ({"k": jax.random.split(jax.random.key(0), (1, 3, 2, 4))}, TypeError, "attn_fwd: `k` is key<fry>"),
+        ({"q_start": jnp.ones(())}, TypeError, "attn_fwd: `q_start` is float32; int32 is accepted"),
         ({"cu_seqlens_q": jnp.zeros(2, int)}, ValueError, "attn_fwd: `cu_seqlens_q` is given"),
     ],
     ids=str,
@@ -535,6 +585,25 @@ def test_second_and_forward_derivatives_are_refused() -> None:
         jax.grad(lambda y: cf.attn_bwd_preprocess(y, y).sum())(x)
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(lambda x: attention(x, x, x).out, (x,), (x,))
+
+
+def test_slopes_have_no_gradient_rather_than_0(rng: Random) -> None:
+    x, slopes = jnp.asarray(rng.standard_normal((1, 5, 2, 4)), jnp.float32), jnp.array([0.5, 0.25])
+
+    def loss(x: Any, slopes: Any) -> Any:
+        return attention(x, x, x, alibi_slopes=slopes, causal=True, deterministic=True).out.sum()
+
+    with pytest.raises(cf.UnsupportedError, match=r"attention: `alibi_slopes` is differentiated; .*stop_gradient"):
+        jax.grad(loss, argnums=(0, 1))(x, slopes)
+    with pytest.raises(cf.UnsupportedError, match="attn_fwd: `alibi_slopes` is differentiated"):
+        jax.grad(lambda slopes: cf.attn_fwd(x, x, x, alibi_slopes=slopes).lse.sum())(slopes)
+    want = jax.grad(loss)(x, slopes)
+    for function in (
+        jax.jit(loss),
+        jax.checkpoint(loss),
+        lambda x, s: loss(x, jax.lax.stop_gradient(x[0, 0, :, 0]) * 0 + s),
+    ):
+        np.testing.assert_allclose(host(jax.grad(function)(x, slopes)), host(want), rtol=1e-6, atol=1e-6)
 
 
 def test_an_old_jax_is_refused_by_name() -> None:

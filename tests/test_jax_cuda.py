@@ -93,19 +93,105 @@ def test_a_callback_launches_what_a_plain_call_launches_on_xlas_stream(
             assert fake_cuda.allocations == []
 
 
-def test_merges_and_preprocess_launch_on_xlas_stream_and_allocate_nothing(fake_cuda: Any) -> None:
-    def array(*shape: int, dtype: Any = np.float32) -> Any:
-        return fake_cuda.ndarray(np.zeros(shape, dtype), 0)
+@pytest.fixture
+def cuda_client(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As if JAX had a GPU to compile for."""
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [SimpleNamespace(local_hardware_id=0)])
+    return fake_cuda
 
-    outs, lses = [array(2, 5, 3, 8) for _ in range(24)], [array(2, 3, 5) for _ in range(24)]
-    out, lse = array(2, 5, 3, 8), array(2, 3, 5)
-    run_callback(MergeCall("bshd", None, 24, 24), [*outs, *lses], [out, lse])
-    backward = MergeCall("bshd", None, 24, 24, backward=True)
-    run_callback(backward, [*outs, *lses, out, lse, out, lse], [array(*x.shape) for x in (*outs, *lses)])
-    run_callback(PreprocessCall("bshd"), [out, out, lse], [array(2, 3, 5)])
-    assert len(fake_cuda.launches) >= 3
-    assert {launch.stream for launch in fake_cuda.launches} == {STREAM}
-    assert fake_cuda.allocations == []
+
+ROWS = {"q": (2, 33, 4, 40), "k": (2, 70, 2, 40), "v": (2, 70, 2, 24)}
+PACKED = {name: (shape[0] * shape[1], *shape[2:]) for name, shape in ROWS.items()}
+OFFSETS = {"cu_seqlens_q": (3,), "cu_seqlens_k": (3,)}
+SAVED = {"out": (2, 33, 4, 24), "lse": (2, 4, 33), "dout": (2, 33, 4, 24), "dlse": (2, 4, 33)}
+PACKED_SAVED = {"out": (66, 4, 24), "lse": (4, 66), "dout": (66, 4, 24), "dlse": (4, 66)}
+DECODE = {"q": (2, 1, 4, 64), "k": (2, 3000, 2, 64), "v": (2, 3000, 2, 64)}
+PAGES = {"q": (2, 3, 4, 64), "k": (99, 16, 2, 64), "v": (99, 16, 2, 64), "block_table": (2, 40), "seqused_k": (2,)}
+ADDED = {"bias": (4, 1, 70), "sink": (4,), "alibi_slopes": (2, 4), "seqused_k": (2,), "q_start": (2,)}
+WORDS = {"seed": (2,), "offset": (2,)}
+WIDE = dict.fromkeys(("q", "k", "v", "out", "dout"), (1, 9, 2, 200)) | {"lse": (1, 2, 9)}
+INTS = {"cu_seqlens_q", "cu_seqlens_k", "seqused_k", "q_start", "block_table"}
+
+
+def asked(shapes: dict[str, Any], *, backward: bool = False, dtype: Any = BF16, **options: Any) -> Any:
+    """A forward or backward, and arrays for it."""
+    is_wide = dtype == np.float64
+    dtypes = dict.fromkeys(("q", "k", "v", "out", "dout"), dtype) | dict.fromkeys(INTS, np.int32)
+    dtypes |= dict.fromkeys(WORDS, np.uint32) | options.pop("dtypes", {})
+    arrays = [
+        np.zeros(shape, dtypes.get(name, np.float64 if is_wide else np.float32)) for name, shape in shapes.items()
+    ]
+    return AttentionCall(cf.Attention(**options), tuple(shapes), backward=backward), arrays
+
+
+def merging(
+    count: int, *, backward: bool = False, stacked: bool = False, packed: bool = False, dtypes: Any = (np.float32,),
+    lse_dtype: Any = np.float32, out_dtype: str | None = None,
+) -> Any:  # fmt: skip
+    """A merge of so many states, and arrays for it."""
+    out_shape, lse_shape = ((5, 3, 40), (3, 5)) if packed else ((2, 5, 3, 3), (2, 3, 5))
+    outs = [np.zeros(out_shape, dtypes[i % len(dtypes)]) for i in range(count)]
+    lses = [np.zeros(lse_shape, lse_dtype) for _ in range(count)]
+    arrays = [np.stack(outs), np.stack(lses)] if stacked else [*outs, *lses]
+    numbers = (None, None) if stacked else (count, count)
+    merged = [outs[0], lses[0], outs[0], lses[0]] if backward else []
+    return MergeCall("bshd", out_dtype, *numbers, backward=backward), [*arrays, *merged]
+
+
+CALLS = {
+    "forward": lambda: asked(ROWS, causal=True),
+    "forward, float64": lambda: asked(ROWS, dtype=np.float64, softcap=3.0),
+    "forward, float32 out of bfloat16": lambda: asked(ROWS, out_dtype="float32"),
+    "forward, everything added": lambda: asked(ROWS | ADDED | WORDS, dropout_p=0.5, window=(9, 3)),
+    "forward, bfloat16 bias": lambda: asked(ROWS | {"bias": (2, 4, 33, 1)}, dtypes={"bias": BF16}),
+    "forward, packed": lambda: asked(PACKED | OFFSETS, layout="thd", causal=True),
+    "forward, split keys": lambda: asked(DECODE),
+    "forward, split by length": lambda: asked(DECODE, split_len=100, dtype=np.float32),
+    "forward, pages": lambda: asked(PAGES, causal=True),
+    "backward": lambda: asked(ROWS | SAVED, backward=True, causal=True),
+    "backward, float64": lambda: asked(ROWS | SAVED, backward=True, dtype=np.float64),
+    "backward, everything added": lambda: asked(ROWS | SAVED | ADDED | WORDS, backward=True, dropout_p=0.5),
+    "backward, dout rounded": lambda: asked(ROWS | SAVED, backward=True, dtypes={"out": "f", "dout": "f"}),
+    "backward, in turns": lambda: asked(ROWS | SAVED | {"sink": (4,)}, backward=True, deterministic=True),
+    "backward, packed": lambda: asked(PACKED | PACKED_SAVED | OFFSETS, backward=True, layout="thd", causal=True),
+    "backward, wide": lambda: asked(WIDE, backward=True, grad_dtype="float32"),
+    "preprocess": lambda: (PreprocessCall("bhsd"), [np.zeros((2, 3, 5, 8), BF16)] * 2),
+    "preprocess, dlse": lambda: (PreprocessCall("thd"), [np.zeros((5, 3, 7), "f")] * 2 + [np.zeros((3, 5), "f")]),
+    "merge, one": lambda: merging(1, packed=True),
+    "merge, a launch": lambda: merging(24),
+    "merge, more": lambda: merging(30),
+    "merge, many": lambda: merging(75, packed=True, dtypes=(BF16,)),
+    "merge, stacked": lambda: merging(30, stacked=True, out_dtype="float16"),
+    "merge, mixed": lambda: merging(49, dtypes=(BF16, np.float32, np.float16), out_dtype="float64"),
+    "merge, float64": lambda: merging(25, lse_dtype=np.float64, packed=True),
+    "merge backward": lambda: merging(3, backward=True),
+    "merge backward, many": lambda: merging(49, backward=True, dtypes=(BF16, np.float32)),
+    "merge backward, stacked": lambda: merging(30, backward=True, stacked=True, packed=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_callback_makes_and_compiles_nothing_that_was_not_asked_for_before(
+    name: str, cuda_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(
+        _primitive, "buffer_callback", lambda *given: told.append(given) or (lambda *arrays: [None] * 99)
+    )
+    call, arrays = CALLS[name]()
+    _primitive._on_cuda(*[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays], call=call)
+    [(execute, specs)] = told
+    known = set(_compile._kernels)
+    made, inputs = (
+        [Buffer(cuda_client.ndarray(np.zeros(array.shape, array.dtype), 0)) for array in some]
+        for some in (specs, arrays)
+    )
+    forget_forms()
+    for _ in range(2):  # a form that is new, and one that is known
+        execute(SimpleNamespace(stream=STREAM), made, *inputs)
+    assert cuda_client.launches and {launch.stream for launch in cuda_client.launches} == {STREAM}
+    assert known == set(_compile._kernels)
+    assert cuda_client.allocations == []
 
 
 def test_seeds_are_read_where_they_lie(fake_cuda: Any) -> None:
@@ -120,13 +206,6 @@ def test_seeds_are_read_where_they_lie(fake_cuda: Any) -> None:
     fake_cuda.launches.clear()
     run_callback(AttentionCall(attn, ("q", "k", "v", "seed", "offset")), [x, x, x, *words], list(results))
     assert fake_cuda.launches == [want._replace(stream=STREAM)]
-
-
-@pytest.fixture
-def cuda_client(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As if JAX had a GPU to compile for."""
-    monkeypatch.setattr(jax, "local_devices", lambda backend: [SimpleNamespace(local_hardware_id=0)])
-    return fake_cuda
 
 
 def lowered(function: Any, *arrays: Any) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cupyflash as cf
-from cupyflash._cuda import device, driver, source
+from cupyflash._cuda import device, driver, params, source
 from cupyflash._cuda.constants import KERNELS
 from cupyflash._cuda.device import KNOWN
 
@@ -36,6 +36,29 @@ def test_all_but_the_first_kernel_of_a_call_start_early(fake_cuda: Any) -> None:
         ("bwd_sm90", True),
         ("bwd_finish", True),
     )
+
+
+def test_a_merge_goes_on_from_what_the_launch_before_has_left(fake_cuda: Any) -> None:
+    """In one piece of memory, which is that of no array of the call."""
+    outs, lses = (
+        [fake_cuda.ndarray(np.zeros(shape, "f"), 0) for _ in range(50)] for shape in ((2, 5, 3, 40), (2, 3, 5))
+    )
+    out, lse = cf.merge_states(outs, lses)
+    kernel = params.packer("merge_states")
+    states, merged = [], []
+    for launch in fake_cuda.launches:
+        values = kernel.unpack(launch.struct[: kernel.size])
+        pairs = [values[at : at + 2] for at in range(0, 10 * (params.MERGE_STATES + 1), 10)]
+        merged.append(pairs.pop())
+        states.append([pair for pair in pairs if pair != (0, 0)])
+    running = merged[0]
+    given = [(one.data.ptr, other.data.ptr) for one, other in zip(outs, lses, strict=True)]
+    assert states == [given[:24], [running, *given[24:47]], [running, *given[47:]]]
+    assert merged == [running, running, (out.data.ptr, lse.data.ptr)]
+    [((made,), _)] = fake_cuda.allocations[2:]
+    begin = lse.data.ptr + 512  # where the stand-in puts what comes next
+    assert begin == running[0] and running[0] + 4 * 2 * 5 * 3 * 40 <= running[1]
+    assert running[1] + 4 * 2 * 3 * 5 <= begin + made
 
 
 def test_none_does_where_gpus_cannot(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:

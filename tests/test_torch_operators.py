@@ -240,7 +240,7 @@ def test_dropout_without_a_seed_follows_torchs_generator(torch_device: str) -> N
 def test_partial_results_in_float32(torch_device: str) -> None:
     tensors = with_gradients(problem(torch_device, torch.bfloat16))
     out, _ = call(tensors, out_dtype=torch.float32)
-    assert out.dtype == torch.float32
+    assert out.dtype == call(tensors, out_dtype="float32").out.dtype == torch.float32
     grads = gradients(tensors, out.sum(), None)
     assert [grad.dtype for grad in grads] == [tensors[name].dtype for name in NAMES]
 
@@ -265,6 +265,39 @@ def test_a_second_derivative_is_refused(torch_device: str) -> None:
         dq.sum().backward()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_mode_derivatives_are_refused(torch_device: str, name: str) -> None:
+    """And not 0, as torch has it for what records no graph of a forward mode."""
+    tensors = problem(torch_device)
+
+    def function(x: Any) -> Any:
+        return call({**tensors, name: x}).out
+
+    message = f"attention: `{name}` has a forward-mode tangent"
+    for derivative in (torch.func.jacfwd(function), lambda x: torch.func.jvp(function, (x,), (x,))):
+        with pytest.raises(cf.UnsupportedError, match=message):
+            derivative(tensors[name])
+    forward_ad = torch.autograd.forward_ad
+    for x in (tensors[name], tensors[name].clone().requires_grad_()):
+        with forward_ad.dual_level(), pytest.raises(cf.UnsupportedError, match=message):
+            function(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_is_a_call_for_each(torch_device: str) -> None:
+    tensors = [problem(torch_device) for _ in range(3)]
+    stacked = {name: torch.stack([each[name] for each in tensors]).requires_grad_() for name in NAMES}
+    got = torch.func.vmap(lambda given: tuple(call(given, causal=True, deterministic=True)))(stacked)
+    douts = tuple(torch.randn_like(result) for result in got)
+    grads = gradients(stacked, got, douts)
+    for i, each in enumerate(map(with_gradients, tensors)):
+        want = tuple(call(each, causal=True, deterministic=True))
+        torch.testing.assert_close(tuple(result[i] for result in got), want)
+        torch.testing.assert_close(
+            tuple(grad[i] for grad in grads), gradients(each, want, tuple(dout[i] for dout in douts))
+        )
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
@@ -274,13 +307,25 @@ def test_a_second_derivative_is_refused(torch_device: str) -> None:
         ({"layout": "sbhd"}, ValueError, "Attention: `layout` is 'sbhd'"),
         ({"dropout_p": 1.0}, ValueError, "Attention: `dropout_p` is 1.0"),
         ({"alibi_slopes": torch.ones(3)}, ValueError, "attn_fwd: `alibi_slopes`"),
+        ({"q_start": 1.5}, TypeError, "attention: `q_start` is 1.5; an int that fits int32"),
+        ({"k_start": True}, TypeError, "attention: `k_start` is True"),
+        ({"q_start": -(2**31) - 1}, ValueError, "attention: `q_start` is -2147483649"),
+        ({"dropout_p": 0.5, "seed": 1.5}, TypeError, "attention: `seed` is 1.5"),
+        ({"dropout_p": 0.5, "seed": 2**63}, ValueError, "attention: `seed` is 9223372036854775808"),
+        ({"dropout_p": 0.5, "seed": 1, "offset": -1}, ValueError, "attention: `offset` is -1"),
+        ({"out_dtype": "int8"}, TypeError, "attention: `out_dtype` is 'int8'"),
+        ({"k": None}, TypeError, "attention: `k` is None; torch tensors are accepted"),
+        ({"q": [[1.0]]}, TypeError, "attention: `q` is of type list"),
+        ({"q": torch.ones(())}, ValueError, "attn_fwd: `q` has 0 axes"),
+        ({"cu_seqlens_q": torch.tensor(3)}, ValueError, "attn_fwd: `cu_seqlens_q` is given"),
     ],
     ids=str,
 )
 def test_a_wrong_call_says_what_is_wrong(wrong: Any, error: type[Exception], message: str) -> None:
     x = torch.ones(1, 3, 2, 4, requires_grad=True)
+    arguments = dict.fromkeys("qkv", x) | wrong
     with pytest.raises(error, match=message.replace("(", r"\(")):
-        attention(x, x, x, **wrong)
+        call(arguments)
 
 
 def test_data_parallel_training_averages_gradients(torch_device: str) -> None:

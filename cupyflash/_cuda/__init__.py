@@ -5,6 +5,7 @@ Spec → Plan → binary → launch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -261,8 +262,8 @@ def _add_dbias(schedule: Schedule, plan: Plan[BwdDbiasGeneric], call: Call, valu
     schedule.launch(plan, blocks, (*values, dbias.ptr, *dbias.strides, *dbias.shape))
 
 
-def preprocess(call: Call, stream: int) -> None:
-    """Write delta = rowsum(dout * out) - dlse."""
+def preprocess(call: Call) -> Work:
+    """To write delta = rowsum(dout * out) - dlse."""
     out, dout = _given(call.out), _given(call.dout)
     _plan.refuse_values(call)
     heads, dim = out.shape[2], out.shape[3]
@@ -274,40 +275,57 @@ def preprocess(call: Call, stream: int) -> None:
     blocks = _blocks(call, call.len_q, constants.query_tile, heads)
     schedule = Schedule(call.device)
     schedule.launch(plan, blocks, _preprocess_values(call, where, call.delta, None, (0, 0, 0, 0, 0), (0, 0, 0)))
-    schedule({}, stream)
+    return schedule
 
 
-def merge(call: MergeCall) -> None:
-    """Write out and lse of any number of states: MERGE_STATES a launch, the running result among the next."""
-    out, lse = _given(call.out), _given(call.lse)
+def merge_bytes(call: MergeCall) -> int:
+    """What a running result takes, where one launch does not take all states."""
+    return sum(_running_bytes(call)) if len(call.outs) > MERGE_STATES else 0
+
+
+def merge(call: MergeCall) -> Work:
+    """To write out and lse of any number of states: MERGE_STATES a launch, the running result the first of the next."""
+    out, lse, accum, at = _given(call.out), _given(call.lse), _accum_of_merge(call), Blank("workspace")
+    _, length, heads, dim = out.shape
+    running = (
+        View(at, out.shape, (length * heads * dim, heads * dim, dim, 1), accum, None),
+        View(at + _running_bytes(call)[0], lse.shape, (heads * length, length, 1), accum, None),
+    )
+    schedule = Schedule(call.device)
     states = list(zip(call.outs, call.lses, strict=True))
-    accum = _widest([*call.outs, *call.lses, out, lse])
     while states:
         now, states = states[:MERGE_STATES], states[MERGE_STATES:]
-        merged = out, lse
-        if states:  # a partial result
-            assert call.empty is not None
-            merged = call.empty(out.shape, accum), call.empty(lse.shape, accum)
-            states.insert(0, merged)
+        merged = running if states else (out, lse)
         constants = MergeStates(accum, *_merged_columns([view for view, _ in now], [merged[0]]))
-        _run_merge(constants, call, out.shape, (*_states(now), *_state(*merged)), len(now))
+        _launch_merge(schedule, constants, out.shape, (*_states(now), *_state(*merged)), len(now))
+        states = [running, *states] if states else []
+    return schedule
 
 
-def merge_bwd(call: MergeCall) -> None:
-    """Write douts and dlses, MERGE_STATES a launch."""
+def merge_bwd(call: MergeCall) -> Work:
+    """To write douts and dlses, MERGE_STATES a launch."""
     out, lse, dout = _given(call.out), _given(call.lse), _given(call.dout)
     merged = (*_state(out, lse), *_state(dout, call.dlse))
-    accum = _widest([*call.outs, *call.lses, out, lse])
-    constants = MergeStatesBwd(accum, *_merged_columns([*call.outs, *call.douts], [out, dout]))
+    schedule = Schedule(call.device)
+    constants = MergeStatesBwd(_accum_of_merge(call), *_merged_columns([*call.outs, *call.douts], [out, dout]))
     for begin in range(0, len(call.outs), MERGE_STATES):
         now = slice(begin, begin + MERGE_STATES)
         states = list(zip(call.outs[now], call.lses[now], strict=True))
         grads = list(zip(call.douts[now], call.dlses[now], strict=True))
-        _run_merge(constants, call, out.shape, (*_states(states), *_states(grads), *merged), len(states))
+        _launch_merge(schedule, constants, out.shape, (*_states(states), *_states(grads), *merged), len(states))
+    return schedule
 
 
-def _widest(views: list[View]) -> str:
+def _accum_of_merge(call: MergeCall) -> str:
+    views = *call.outs, *call.lses, _given(call.out), _given(call.lse)
     return "float64" if any(view.dtype == "float64" for view in views) else "float32"
+
+
+def _running_bytes(call: MergeCall) -> tuple[int, int]:
+    """Of a running out, and of a running lse."""
+    size = ITEM_BYTES[_accum_of_merge(call)]
+    out_bytes, lse_bytes = (_aligned(math.prod(_given(view).shape) * size) for view in (call.out, call.lse))
+    return out_bytes, lse_bytes
 
 
 def _merged_columns(states: list[View], results: list[View]) -> tuple[str, str, int, bool]:
@@ -337,15 +355,13 @@ def _states(states: list[tuple[View, View]]) -> tuple[int, ...]:
     return (*(value for out, lse in states for value in _state(out, lse)), *(0,) * 10 * (MERGE_STATES - len(states)))
 
 
-def _run_merge(
-    constants: MergeStates | MergeStatesBwd, call: MergeCall, shape: tuple[int, ...], states: tuple[int, ...], num: int
-) -> None:
+def _launch_merge(
+    schedule: Schedule, constants: MergeStates | MergeStatesBwd, shape: tuple[int, ...], states: tuple[int, ...],
+    num: int,
+) -> None:  # fmt: skip
     batch, length, heads, dim = shape
-    plan = Plan(constants, _device.of(call.device).arch, "the only kernel that does this")
-    values = (*states, num, batch, length, heads, dim, 0)
-    schedule = Schedule(call.device)
-    schedule.launch(plan, -(-batch * length * heads // constants.rows), values)
-    schedule({}, call.stream)
+    plan = Plan(constants, _device.of(schedule.device).arch, "the only kernel that does this")
+    schedule.launch(plan, -(-batch * length * heads // constants.rows), (*states, num, batch, length, heads, dim, 0))
 
 
 def _given(view: View | None) -> View:

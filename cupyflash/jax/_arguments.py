@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 from jax.core import Tracer
 
 from cupyflash import _check
-from cupyflash._errors import refusal
+from cupyflash._errors import UnsupportedError, refusal
+from cupyflash.jax._memory import form_of
 
 _STARTS = {"q_start": None, "k_start": 0}  # and what is the same as none
 _INTEGERS = ("int32", "uint32", "int64", "uint64")
@@ -22,7 +24,10 @@ def plain(function: str, arguments: dict[str, Any], required: Iterable[str], dro
     given = {name: value for name, value in arguments.items() if value is not None or name in required}
     starts = {name: given.pop(name) for name in _STARTS if name in given}
     words = {name: given.pop(name) for name in ("seed", "offset") if name in given}
-    require(function, given | {name: start for name, start in starts.items() if isinstance(start, jax.Array)})
+    numbers = starts | (words if dropout_p else {})
+    require(function, given | {name: number for name, number in numbers.items() if _is_placed(number)})
+    if "alibi_slopes" in given:
+        given["alibi_slopes"] = _constant(function, given["alibi_slopes"])
     for name, value in starts.items():
         start = _start(function, name, value, _sequences(given))
         given |= {} if start is None else {name: start}
@@ -33,6 +38,18 @@ def plain(function: str, arguments: dict[str, Any], required: Iterable[str], dro
         given["seed"] = _seed(function, words["seed"])
         given["offset"] = _word(function, "offset", words.get("offset", 0))
     return given
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _constant(function: str, slopes: Any) -> Any:
+    """The same, which has no derivative."""
+    return slopes
+
+
+@_constant.defjvp
+def _refuse_derivative(function: str, primals: Any, tangents: Any) -> Any:
+    accepted = "what has no gradient is accepted there: jax.lax.stop_gradient(alibi_slopes)"
+    raise UnsupportedError(refusal(function, "alibi_slopes", "is differentiated", accepted))
 
 
 def hint(function: str, name: str, value: Any) -> int | None:
@@ -58,6 +75,11 @@ def require(function: str, arrays: dict[str, Any]) -> None:
         if len(own) > 1:
             accepted = "inside jax.shard_map, where each device sees its own part, it is accepted"
             raise TypeError(refusal(function, name, f"lies on {len(own)} devices", accepted))
+
+
+def _is_placed(number: Any) -> bool:
+    """Whether somebody has put it on a device; any other goes where the data is."""
+    return isinstance(number, jax.Array) and not isinstance(number, Tracer) and number.committed
 
 
 def _named(devices: set[Any]) -> str:
@@ -86,27 +108,22 @@ def _seed(function: str, value: Any) -> Any:
     """As two words: an int's or an array's own, or drawn from a key."""
     if isinstance(value, jax.Array):
         is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-        if (is_key and value.ndim == 0) or (not is_key and form(value) == ((2,), "uint32")):
+        if (is_key and value.ndim == 0) or (not is_key and form_of(value) == ((2,), "uint32")):
             return jax.random.bits(value, (2,), jnp.uint32)
     return _word(function, "seed", value)
 
 
 def _word(function: str, name: str, value: Any) -> Any:
     """A 64-bit number as its two 32-bit words, the low one first: JAX has no 64-bit arrays unless it is told to."""
-    _, low, high, accepted = _check.INT_OR_ARRAY[name]
+    _, low, high, _ = _check.INT_OR_ARRAY[name]
+    accepted = f"an int in [0, 2**{high.bit_length() - 1}) or an array of one element of {', '.join(_INTEGERS)}"
     if not isinstance(value, jax.Array):
         number = _check.integer(function, name, value, low, high, accepted)
         return jnp.array([number & 0xFFFFFFFF, number >> 32], jnp.uint32)
-    shape, dtype = form(value)
+    shape, dtype = form_of(value)
     if dtype not in _INTEGERS or value.size != 1:
-        accepted = f"an int, or an array of one element of {', '.join(_INTEGERS)}, is accepted"
-        given = f"is an array {dtype}{list(shape)}"
-        raise (TypeError if dtype not in _INTEGERS else ValueError)(refusal(function, name, given, accepted))
+        error = TypeError if dtype not in _INTEGERS else ValueError
+        raise error(refusal(function, name, f"is an array {dtype}{list(shape)}", f"{accepted} is accepted"))
     value = value.reshape(())
     high_word = value >> 32 if value.dtype.itemsize == 8 else jnp.where(value < 0, -1, 0)
     return jnp.stack([value.astype(jnp.uint32), high_word.astype(jnp.uint32)])
-
-
-def form(array: Any) -> tuple[tuple[int, ...], str]:
-    """Shape and the name of the dtype, which of keys NumPy does not know."""
-    return tuple(array.shape), str(array.dtype)

@@ -38,11 +38,14 @@ def attention(
         See `cupyflash.attn_fwd` for this and every other argument; the following differ.
     block_table : array [B, max_pages], int32
         Only where no gradient is asked for.
+    alibi_slopes : array [Hq] or [B, Hq], float32
+        Without a gradient, so that asking for one is an UnsupportedError.
     q_start, k_start : int or array [B] or [], int32
         An int must fit int32. One number serves all sequences, `jax.lax.axis_index(...) * length` for example.
     seed : int in [0, 2**64), key of jax.random, or array of one element, int32 | uint32 | int64 | uint64
         Needed where dropout_p is not 0. Of a key 64 bits are drawn, by `jax.random.bits(key, (2,), "uint32")`, the low
-        word first; so use it for nothing else. The same seed drops the same elements.
+        word first; so use it for nothing else. A negative number stands for 2**64 more. The same seed drops the same
+        elements.
     offset : int in [0, 2**32) or array of one element, int32 | uint32 | int64 | uint64
 
     Returns

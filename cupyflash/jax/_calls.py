@@ -101,6 +101,8 @@ class PreprocessCall:
         return [_attention.preprocess(self.function, self.layout, out, dout, dlse)]
 
     def workspace_bytes(self, arrays: Sequence[Memory]) -> int:
+        out, dout, dlse = (*arrays, None)[:3]
+        _attention.ready_preprocess(self.function, self.layout, out, dout, dlse)
         return 0
 
     def batched(self, forms: Sequence[Form], mapped: Sequence[bool]) -> list[bool] | None:
@@ -138,7 +140,11 @@ class MergeCall:
         return [*_listed(douts), *_listed(dlses)]
 
     def workspace_bytes(self, arrays: Sequence[Memory]) -> int:
-        return 0
+        outs, lses, rest = self.families(arrays)
+        if not self.backward:
+            return _merge.forward(self.function, outs, lses, self.layout, self.out_dtype).workspace_bytes
+        out, lse, dout, dlse = (*rest, None)[:4]
+        return _merge.backward(self.function, outs, lses, out, lse, dout, dlse, self.layout).workspace_bytes
 
     def batched(self, forms: Sequence[Form], mapped: Sequence[bool]) -> list[bool] | None:
         is_packed = self.layout == "thd" or len(forms[0][0]) == 3

@@ -15,6 +15,11 @@ from cupyflash._spec import View
 Form = tuple[tuple[int, ...], str]  # shape and dtype, all that tracing knows of an array
 
 
+def form_of(kind: Any) -> Form:
+    """Of an array of JAX's or of its type; NumPy does not know the dtypes of keys."""
+    return tuple(kind.shape), kind.dtype.name
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
     """A dense array in memory of XLA's, or nowhere."""
@@ -54,7 +59,7 @@ class _Running(threading.local):
     """The callback that runs on this thread."""
 
     stream: int = 0
-    outputs: list[Memory]
+    outputs: list[Memory] | None = None  # that are left; None where none runs
 
 
 _running = _Running()
@@ -66,11 +71,12 @@ def run(work: Any, inputs: list[Memory], outputs: list[Memory], stream: int) -> 
     try:
         work(inputs)
     finally:
-        _running.outputs = []
+        _running.outputs = None
 
 
 class _Xla:
-    """What `_interop` asks of a library. Nothing is allocated: XLA has done so before a callback begins."""
+    """What `_interop` asks of a library. Nothing is allocated: XLA has done so before a callback begins, and outside of
+    one it is only asked what a call would make."""
 
     kind = name = "xla"
 
@@ -84,7 +90,8 @@ class _Xla:
         return raw.view, ""
 
     def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> tuple[Memory, View]:
-        made = formless((tuple(shape), dtype)) if place == NOWHERE else _next_output(tuple(shape), dtype)
+        form = tuple(shape), dtype
+        made = formless(form, place) if _running.outputs is None else _next_output(_running.outputs, form)
         return made, made.view
 
     def stream(self, place: Place) -> int:
@@ -100,10 +107,11 @@ class _Xla:
         return raw
 
 
-def _next_output(shape: tuple[int, ...], dtype: str) -> Memory:
-    if not _running.outputs:
+def _next_output(outputs: list[Memory], form: Form) -> Memory:
+    shape, dtype = form
+    if not outputs:
         raise AssertionError(f"XLA was told of nothing more, and the call makes {dtype}{list(shape)}")
-    output = _running.outputs.pop()
+    output = outputs.pop()
     view = output.view
     if dtype == "uint8" and view.dtype == dtype and shape <= view.shape:  # a workspace, which may be longer
         return Memory(view._replace(shape=shape), output.place)

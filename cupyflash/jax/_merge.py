@@ -44,23 +44,8 @@ def merge_states(outs: Any, lses: Any, *, layout: str = "bshd", out_dtype: Any =
 
 def merged(function: str, outs: Any, lses: Any, layout: str, out_dtype: Any) -> AttnOutput:
     """The same under another name."""
-    from cupyflash._cuda.params import MERGE_STATES
-
-    out_dtype = _check.dtype_option(function, "out_dtype", out_dtype)
-    while isinstance(outs, (list, tuple)) and isinstance(lses, (list, tuple)) and len(outs) > MERGE_STATES:
-        # More than a launch takes would need memory between two launches, which XLA alone gives.
-        if out_dtype is None:
-            dtypes = {_primitive.form_of(out)[1] for out in outs}
-            out_dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-        first = merged(function, outs[:MERGE_STATES], lses[:MERGE_STATES], layout, _accumulated(outs, lses))
-        outs, lses = [first.out, *outs[MERGE_STATES:]], [first.lse, *lses[MERGE_STATES:]]
-    call, arrays = call_of(function, outs, lses, layout, out_dtype)
+    call, arrays = call_of(function, outs, lses, layout, _check.dtype_option(function, "out_dtype", out_dtype))
     return AttnOutput(*_merge(call, tuple(arrays)))
-
-
-def _accumulated(outs: Any, lses: Any) -> str:
-    dtypes = {_primitive.form_of(array)[1] for array in (*outs, *lses)}
-    return "float64" if "float64" in dtypes else "float32"
 
 
 def call_of(function: str, outs: Any, lses: Any, layout: str, out_dtype: str | None) -> tuple[MergeCall, list[Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from cupyflash import _check
 from cupyflash._errors import refusal
 from cupyflash.jax._attention import attention
 
@@ -98,7 +99,7 @@ def _lengths(name: str, lengths: Any, batch: int) -> Array | None:
     lengths = jnp.asarray(lengths)
     if lengths.shape != (batch,) or lengths.dtype != jnp.int32:
         given, accepted = f"is {lengths.dtype}{list(lengths.shape)}", f"int32[{batch}] is accepted"
-        raise ValueError(refusal(_NAME, name, given, accepted))
+        raise (ValueError if lengths.dtype == jnp.int32 else TypeError)(refusal(_NAME, name, given, accepted))
     return lengths
 
 
@@ -111,21 +112,24 @@ def _flag(is_causal: Any) -> bool:
 def _window(size: Any) -> tuple[int, int] | None:
     if size is None:
         return None
-    sides = (size, size) if isinstance(size, int) else tuple(size)
-    if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) or side < 0 for side in sides):
-        accepted = "None, an int or a pair (left, right) of ints of at least 0 is accepted"
-        raise ValueError(refusal(_NAME, "local_window_size", f"is {size!r}", accepted))
-    return sides[0], sides[1]
+    sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    accepted = "None, an int or a pair (left, right) of ints of at least 0"
+    if len(sides) != 2:
+        raise ValueError(refusal(_NAME, "local_window_size", f"is {size!r}", f"{accepted} is accepted"))
+    left, right = (_check.integer(_NAME, "local_window_size", side, 0, None, accepted) for side in sides)
+    return left, right
 
 
 def _bias(bias: Any, mask: Any, dtype: Any) -> Array | None:
     """The two as one that is added."""
     bias = None if bias is None else jnp.asarray(bias)
+    if bias is not None and not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(refusal(_NAME, "bias", f"is {bias.dtype}", "a float dtype is accepted"))
     if mask is None:
         return bias
     mask = jnp.asarray(mask)
     if mask.dtype != jnp.bool_:
         accepted = "bool is accepted; what is to be added to scores is `bias`"
-        raise ValueError(refusal(_NAME, "mask", f"is {mask.dtype}", accepted))
+        raise TypeError(refusal(_NAME, "mask", f"is {mask.dtype}", accepted))
     added = jnp.zeros((), dtype) if bias is None else bias
     return jnp.where(mask, added, jnp.array(-jnp.inf, added.dtype))

@@ -13,40 +13,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.xla import apply_primitive
 
 from cupyflash._errors import UnsupportedError
 from cupyflash._interop import NUMPY_DTYPES, Place
 from cupyflash.jax import _memory, _varying
 from cupyflash.jax._calls import Call
-from cupyflash.jax._memory import Form
+from cupyflash.jax._memory import Form, form_of
 
 _primitive: Any = Primitive("cupyflash")
 _primitive.multiple_results = True
+_primitive.def_impl(functools.partial(apply_primitive, _primitive))
 
 
 def bind(call: Call, arrays: Sequence[Any]) -> list[Any]:
     """The results of the call, computed or traced. Raises what the plain call raises, before anything is computed."""
     return _primitive.bind(*_varying.alike(arrays), call=call)
-
-
-def form_of(kind: Any) -> Form:
-    """Of an array or of its type."""
-    return tuple(kind.shape), np.dtype(kind.dtype).name
-
-
-@_primitive.def_impl
-def _compute(*arrays: Any, call: Call) -> Any:
-    with jax.disable_jit(False):  # for `_compiled` ends here otherwise
-        return _compiled(call)(*arrays)
-
-
-@functools.lru_cache(maxsize=512)
-def _compiled(call: Call) -> Any:
-    return jax.jit(functools.partial(_primitive.bind, call=call))
 
 
 # What results look like.
@@ -129,8 +114,11 @@ def _batched(arrays: Sequence[Any], axes: Sequence[Any], *, call: Call) -> tuple
         _folded(array if mapped else jnp.broadcast_to(array, (size, *array.shape))) if batch else array
         for array, mapped, batch in zip(first, is_mapped, has_batch, strict=True)
     ]
-    results = bind(call, folded)
-    return [_unfolded(result, size) for result in results], [0] * len(results)
+    results = [
+        result.reshape(size, *shape)
+        for result, (shape, _) in zip(bind(call, folded), _results(call, forms), strict=True)
+    ]
+    return results, [0] * len(results)
 
 
 def _one_by_one(arrays: list[Any], is_mapped: list[bool], call: Call) -> tuple[list[Any], list[int]]:
@@ -144,10 +132,6 @@ def _one_by_one(arrays: list[Any], is_mapped: list[bool], call: Call) -> tuple[l
 
 def _folded(array: Any) -> Any:
     return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
-
-
-def _unfolded(array: Any, size: int) -> Any:
-    return array.reshape(size, array.shape[0] // max(size, 1), *array.shape[1:])
 
 
 batching.primitive_batchers[_primitive] = _batched

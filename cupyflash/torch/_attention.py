@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
+from cupyflash import _check
 from cupyflash._attention import AttnOutput
-from cupyflash._errors import refusal
+from cupyflash._errors import UnsupportedError, refusal
 from cupyflash.torch._operators import attn_fwd
 
 Tensor = torch.Tensor
@@ -17,8 +19,8 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *,
     layout: str = "bshd", scale: float | None = None, causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, dropout_p: float = 0.0,
-    deterministic: bool = False, out_dtype: torch.dtype | None = None, num_splits: int = 0,
-    split_len: int | None = None, allow_tf32: bool = False,
+    deterministic: bool = False, out_dtype: Any = None, num_splits: int = 0, split_len: int | None = None,
+    allow_tf32: bool = False,
     bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sink: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, seqused_k: Tensor | None = None, block_table: Tensor | None = None,
@@ -34,8 +36,6 @@ def attention(
     ----------
     q : tensor [B, Nq, Hq, D], float16 | bfloat16 | float32 | float64
         See `cupyflash.attn_fwd` for this and every other argument; the following differ.
-    out_dtype : torch.dtype, default q's
-        With "float32" partial results that `cupyflash.merge_states` merges.
     block_table : tensor [B, max_pages], int32
         Only where no input requires grad.
     q_start, k_start : int or tensor [B], int32
@@ -51,7 +51,7 @@ def attention(
 
     Raises
     ------
-    As `cupyflash.attn_fwd`. UnsupportedError for a gradient of the gradient.
+    As `cupyflash.attn_fwd`. UnsupportedError for a gradient of the gradient, and for a forward-mode one.
 
     Examples
     --------
@@ -63,19 +63,40 @@ def attention(
     >>> q.grad[0, :, 0, 0]  # as a value, out of every row that sees it
     tensor([2.0833, 1.0833, 0.5833, 0.2500])
     """
+    _require({"q": q, "k": k, "v": v, "bias": bias, "sink": sink})
     left, right = _pair(window)
-    seqs = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    seqs = _sequences(q, cu_seqlens_q)
     if seed is None and dropout_p:
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
     out, lse = attn_fwd(
         q, k, v, bias, sink, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table,
-        _tensor(q_start, seqs, torch.int32, q, absent=None), _tensor(k_start, seqs, torch.int32, q, absent=0),
-        _tensor(seed, 1, torch.int64, q, absent=None), _tensor(offset, 1, torch.int64, q, absent=0),
+        _tensor("q_start", q_start, seqs, q, absent=None), _tensor("k_start", k_start, seqs, q, absent=0),
+        _tensor("seed", seed, 1, q, absent=None), _tensor("offset", offset, 1, q, absent=0),
         layout=layout, scale=scale, causal=_corner(causal), window_left=left, window_right=right, softcap=softcap,
-        dropout_p=dropout_p, deterministic=deterministic, out_dtype=out_dtype, num_splits=num_splits,
+        dropout_p=dropout_p, deterministic=deterministic, out_dtype=_dtype(out_dtype), num_splits=num_splits,
         split_len=split_len, allow_tf32=allow_tf32, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
     return AttnOutput(out, lse)
+
+
+def _require(differentiable: dict[str, Tensor | None]) -> None:
+    """Tensors, q, k and v all there; and none of a forward mode, which torch would drop without a word."""
+    for name, tensor in differentiable.items():
+        if tensor is None and name not in ("q", "k", "v"):
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            given = "is None" if tensor is None else f"is of type {type(tensor).__name__}"
+            raise TypeError(refusal("attention", name, given, "torch tensors are accepted"))
+        if unpack_dual(tensor).tangent is not None:
+            accepted = "reverse-mode gradients of attention are what there is"
+            raise UnsupportedError(refusal("attention", name, "has a forward-mode tangent", accepted))
+
+
+def _sequences(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
+    """How many there are; 0 where a wrong tensor does not tell, which is refused later."""
+    if cu_seqlens_q is not None:
+        return max(cu_seqlens_q.numel() - 1, 0)
+    return q.shape[0] if q.dim() else 0
 
 
 # Operators take no unions, so what may be one of several kinds is said in one.
@@ -91,20 +112,30 @@ def _pair(window: Any) -> tuple[int | None, int | None]:
 
 
 def _corner(causal: Any) -> str:
-    if causal is False:
-        return "none"
-    if causal is True:
-        return "bottom-right"
-    if causal not in ("bottom-right", "top-left"):
-        accepted = "False, True, 'bottom-right' or 'top-left' is accepted"
-        raise ValueError(refusal("attention", "causal", f"is {causal!r}", accepted))
-    return causal
+    causal = _check.one_of("attention", "causal", causal, _check.CAUSAL)
+    return causal if isinstance(causal, str) else "bottom-right" if causal else "none"
 
 
-def _tensor(value: int | Tensor | None, length: int, dtype: torch.dtype, beside: Tensor, absent: int | None) -> Any:
-    """The int as a tensor on the data's device, filled there without waiting for it; None when it says nothing."""
-    if isinstance(value, torch.Tensor):
+def _dtype(value: Any) -> torch.dtype | None:
+    if value is None or isinstance(value, torch.dtype):
         return value
-    if value is None or value == absent:
-        return None
-    return torch.full((length,), value, dtype=dtype, device=beside.device)
+    return getattr(torch, _check.dtype_option("attention", "out_dtype", value) or "")
+
+
+# The dtype of the tensor that an int becomes, its bounds, and what is accepted.
+_START = torch.int32, -(2**31), 2**31, "an int that fits int32 or an int32 tensor [B]"
+_INTS = {
+    "q_start": _START,
+    "k_start": _START,
+    "seed": (torch.int64, 0, 2**63, "an int in [0, 2**63) or a one-element int64 or uint64 tensor"),
+    "offset": (torch.int64, 0, 2**32, "an int in [0, 2**32) or a one-element int64 or uint64 tensor"),
+}
+
+
+def _tensor(name: str, value: int | Tensor | None, length: int, beside: Tensor, absent: int | None) -> Any:
+    """The int as a tensor on the data's device, filled there without waiting for it; None when it says nothing."""
+    if value is None or isinstance(value, torch.Tensor):
+        return value
+    dtype, low, high, accepted = _INTS[name]
+    value = _check.integer("attention", name, value, low, high, accepted)
+    return None if value == absent else torch.full((length,), value, dtype=dtype, device=beside.device)
