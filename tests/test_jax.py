@@ -173,6 +173,30 @@ def test_gradients_are_differences(jax_device: str, options: Any, rng: Random) -
 
 
 @pytest.mark.usefixtures("x64")
+def test_a_bias_without_its_gradient_changes_no_other(jax_device: str, rng: Random) -> None:
+    arrays = of_jax(problem(rng))
+    results, whole = value_and_gradients(arrays, tuple(map(jnp.ones_like, call(arrays))), deterministic=True)
+    again, less = value_and_gradients(arrays, results, deterministic=True, bias_grad=False)
+    _, whole = value_and_gradients(arrays, results, deterministic=True)
+    assert_same_bits(again, results)
+    assert not less.pop("bias").any()
+    assert whole.pop("bias").any()
+    assert_same_bits(less.values(), whole.values())
+
+
+def test_a_shared_mask_does_not_keep_mapped_calls_apart(jax_device: str, rng: Random) -> None:
+    """Where a bias that is shared has a gradient of all, calls follow one another."""
+    x, mask = jnp.asarray(rng.standard_normal((3, 2, 5, 4, 8)), jnp.float32), jnp.zeros((5, 5))
+
+    def loss(bias_grad: bool, x: Any) -> Any:
+        return attention(x, x, x, bias=mask, bias_grad=bias_grad).out.sum()
+
+    mapped = {wanted: jax.vmap(jax.grad(functools.partial(loss, wanted))) for wanted in (False, True)}
+    loops = {wanted: "scan" in str(jax.make_jaxpr(function)(x)) for wanted, function in mapped.items()}
+    assert loops == {False: False, True: True}
+    np.testing.assert_allclose(mapped[False](x), mapped[True](x), rtol=1e-5, atol=1e-6)
+
+
 def test_gradients_of_packed_sequences_and_live_keys_are_differences(jax_device: str, rng: Random) -> None:
     packed = of_jax(problem(rng, np.float64, "thd"))
 

@@ -130,6 +130,8 @@ def test_a_residual_is_jaxs(jax_device: str, rng: Random) -> None:
 def test_a_row_without_keys_is_zero(jax_device: str, rng: Random) -> None:
     x = jnp.asarray(rng.standard_normal((2, 5, 2, 8)), jnp.float32)
     mask = np.ones((1, 1, 5, 5), bool)
+    graph = jax.make_jaxpr(jax.grad(lambda x: dot_product_attention(x, x, x, mask=mask).sum()))(x)
+    assert "bias_grad=False" in str(graph)
     mask[..., 3, :] = False
     out, dq, dk, dv = run(dot_product_attention, [x, x, x], jnp.ones_like(x), mask=mask)
     assert not out[:, 3].any() and not dq[:, 3].any()

@@ -10,7 +10,7 @@ import jax
 from cupyflash._attention import Attention, AttnOutput, attention_of
 from cupyflash._errors import UnsupportedError, refusal
 from cupyflash.jax import _arguments, _primitive, _varying
-from cupyflash.jax._calls import GRADIENTS, AttentionCall
+from cupyflash.jax._calls import AttentionCall
 
 Array = jax.Array
 
@@ -19,8 +19,8 @@ def attention(
     q: Array, k: Array, v: Array, *,
     layout: str = "bshd", scale: float | None = None, causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, dropout_p: float = 0.0,
-    deterministic: bool = False, out_dtype: Any = None, num_splits: int = 0, split_len: int | None = None,
-    allow_tf32: bool = False,
+    deterministic: bool = False, out_dtype: Any = None, bias_grad: bool = True, num_splits: int = 0,
+    split_len: int | None = None, allow_tf32: bool = False,
     bias: Array | None = None, alibi_slopes: Array | None = None, sink: Array | None = None,
     cu_seqlens_q: Array | None = None, cu_seqlens_k: Array | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, seqused_k: Array | None = None, block_table: Array | None = None,
@@ -38,6 +38,8 @@ def attention(
         See `cupyflash.attn_fwd` for this and every other argument; the following differ.
     block_table : array [B, max_pages], int32
         Only where no gradient is asked for.
+    bias_grad : bool, default True
+        False: the bias is a mask, and its gradient 0 without being computed.
     alibi_slopes : array [Hq] or [B, Hq], float32
         Without a gradient, so that asking for one is an UnsupportedError.
     q_start, k_start : int or array [B] or [], int32
@@ -77,7 +79,7 @@ def attention(
     [2.083, 1.083, 0.583, 0.25]
     """
     options = attention_of(
-        layout, scale, causal, window, softcap, dropout_p, deterministic, out_dtype, None, True, num_splits,
+        layout, scale, causal, window, softcap, dropout_p, deterministic, out_dtype, None, bias_grad, num_splits,
         split_len, allow_tf32,
     )  # fmt: skip
     arrays = {
@@ -126,7 +128,7 @@ def _backward(call: AttentionCall, saved: Any, cotangents: tuple[Array, Array]) 
     names = (*call.names, "out", "lse", "dout", "dlse")
     backward = replace(call, names=names, backward=True)
     results = _primitive.bind(backward, (*arrays, out, lse, *cotangents))
-    given = dict(zip([name for name in GRADIENTS if name in call.names], results, strict=True))
+    given = dict(zip(call.gradients, results, strict=True))
     return (tuple(given.get(name) for name in call.names),)
 
 

@@ -14,7 +14,7 @@ from cupyflash import _attention, _merge
 from cupyflash._attention import Attention
 from cupyflash.jax._memory import Form, Memory
 
-GRADIENTS = ("q", "k", "v", "bias", "sink")  # what has one, in the order of results
+_GRADIENTS = ("q", "k", "v", "bias", "sink")  # what has one, in the order of results
 _WORDS = ("seed", "offset")
 _WITH_BATCH = ("q", "k", "v", "out", "lse", "dout", "delta", "dlse", "seqused_k", "q_start", "k_start")
 
@@ -55,6 +55,12 @@ class AttentionCall:
     def function(self) -> str:
         return "attn_bwd" if self.backward else "attn_fwd"
 
+    @property
+    def gradients(self) -> list[str]:
+        """Of what a backward gives them, in order."""
+        has_one = {"bias": self.attention.bias_grad}
+        return [name for name in _GRADIENTS if name in self.names and has_one.get(name, True)]
+
     def _arguments(self, arrays: Sequence[Memory]) -> dict[str, Any]:
         named = zip(self.names, arrays, strict=True)
         given: dict[str, Any] = {name: array.as_word() if name in _WORDS else array for name, array in named}
@@ -83,7 +89,7 @@ class AttentionCall:
             has_batch = name in _WITH_BATCH or (name == "alibi_slopes" and len(shapes[name]) == 2)
             has_batch |= name == "bias" and len(shapes[name]) == 4 and shapes[name][0] == shapes["q"][0]
             # What all rows share has one value, and in a backward one gradient.
-            if not has_batch and (is_mapped or (self.backward and name in GRADIENTS)):
+            if not has_batch and (is_mapped or (self.backward and name in self.gradients)):
                 return None
             found.append(has_batch)
         return found

@@ -73,7 +73,7 @@ def dot_product_attention(
     live_q, live_k = (_lengths(name, given, q.shape[0]) for name, given in lengths.items())
     out, lse = attention(
         q, k, v, scale=scale, causal="top-left" if _flag(is_causal) else False, window=_window(local_window_size),
-        bias=_bias(bias, mask, q.dtype), seqused_k=live_k, q_start=0,
+        bias=_bias(bias, mask, q.dtype), bias_grad=bias is not None, seqused_k=live_k, q_start=0,
     )  # fmt: skip
     if live_q is not None:
         is_live = jnp.arange(q.shape[1]) < live_q[:, None]
