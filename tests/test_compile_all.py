@@ -47,11 +47,9 @@ def test_the_cover_compiles_without_unrecorded_spills(
     device = KNOWN[arch]
     named = binaries.cover(device)
     assert len(named) <= MOST_SETS
-    reachable = binaries.everything(device)
     if request.config.getoption("--all"):
-        named = {str(plan): plan for plan in reachable.values()}
-    share = len({plan.binary for plan in named.values()} & set(reachable)) / len(reachable)
-    print(f"sm_{arch}: {len(named)} binaries, {share:.1%} of the {len(reachable)} that a call can reach")
+        named = {str(plan): plan for plan in binaries.everything(device).values()}
+    print(f"sm_{arch}: {len(named)} binaries")
     failures = beyond_record(named, pool)
     assert not failures, f"sm_{arch}:\n" + "\n".join(failures)
 
