@@ -103,7 +103,7 @@ def plans(asked: Spec, device: Device) -> tuple[Plan[Any], ...]:
 def cover(device: Device) -> dict[str, Plan[Any]]:
     """Name to plan: each (kernel, dtype, head-dim tile) plain, and every two features of AXES together somewhere.
 
-    The pairs of sm_80 speak for those of sm_100, whose plans are the same, and those of sm_86 for sm_89 and sm_120.
+    sm_89 has sm_86's plans and nearly its instructions, so the pairs of the one speak for the other.
     """
     named: dict[str, Plan[Any]] = {}
     binaries: set[Any] = set()
@@ -120,7 +120,7 @@ def cover(device: Device) -> dict[str, Plan[Any]]:
                 add(f"{dtype} D{dim}", plans(asked, device))
     add("negative scale", plans(spec(features=Features(negative_scale=True)), device))  # alone, as others replace it
     add("tf32", plans(spec("float32", allow_tf32=True), device)[:1])
-    for number, row in enumerate(pairwise() if device.arch in (80, 86, 90) else ()):
+    for number, row in enumerate(pairwise() if device.arch != 89 else ()):
         dim, dim_v = SHAPES[number % len(SHAPES)]
         asked = spec_of({"dtype": PAIR_DTYPES[number % 4], "dim": dim, "dim_v": dim_v} | row)
         if is_held(asked, device):
@@ -158,12 +158,7 @@ def hopper_forwards(device: Device, *, are_all: bool) -> dict[str, Plan[Any]]:
     for dims, (name, switches), mask, size_class in itertools.product(shapes, changes.items(), Mask, classes):
         if mask is Mask.NONE and name not in ("plain", "negative scale", "softcap") and not are_all:
             continue
-        biases = {
-            "bias": ("bfloat16", "float32", "float64"),
-            "all but dropout": ("bfloat16",),
-            "everything": ("float64",),
-        }
-        for bias in biases.get(name, (None,)):
+        for bias in ("bfloat16", "float32", "float64") if "bias" in switches else (None,):
             asked = spec("bfloat16", *dims, Features(**switches), mask=mask, bias_dtype=bias, size_class=size_class)
             plan = plan_forward(asked, device)
             assert plan.kernel == "fwd_sm90", plan.why
@@ -204,10 +199,10 @@ def hopper_backwards_of_changed_scores(device: Device, *, are_all: bool) -> dict
     for dim, bias, *on in itertools.product(dims, biases, *((False, True),) * len(switches)):
         features = Features(bias=bias is not None, **dict(zip(switches, on, strict=True)))
         changes: dict[str, Any] = {"mask": Mask.BAND, "bias_dtype": bias, "dbias_dtype": bias}
-        is_one_or_all = sum(on) + (bias is not None) in (1, 4)
-        if not is_one_or_all and not are_all:
+        is_few = sum(on) + (bias is not None) in (1, 4)
+        if (dim > 128 or bias == "float32") and not is_few and not are_all:
             continue
-        for way in ways if are_all else ways[:2]:
+        for way in ways if are_all else ways[: 2 if is_few else 1]:
             for plan in plan_backward(spec("bfloat16", dim, features=features, **changes, **way), device)[1:3]:
                 if plan is not None and plan.target == "sm_90a":
                     found.setdefault(plan.binary, (f"{plan.kernel} {dim}, {features}, bias {bias}, {way}", plan))
