@@ -255,7 +255,7 @@ def _make_ready(judged: Judged, override: Any) -> _Ready:
     backend = _interop.backend(judged.place)
     plan = backend.plan(spec, call, backward=backward, override=override)
     work = (backend.backward if backward else backend.forward)(spec, call, plan)
-    results = _GRADS[call.dbias is not None, call.dsink is not None] if backward else AttnOutput
+    results = grads_of(has_bias=call.dbias is not None, has_sink=call.dsink is not None) if backward else AttnOutput
     needed = backend.workspace_bytes(spec, call, backward=backward)
     return _Ready(plan, needed, backend.plan_bytes(spec, call, plan), work, results)
 

@@ -261,10 +261,9 @@ def dtype_name(value: Any) -> str | None:
         return value if value in NUMPY_DTYPES else None
     if type(value).__module__ == "torch":
         return _torch_dtype_name(value)
-    if isinstance(value, type) and isinstance(
-        getattr(value, "dtype", None), np.dtype
-    ):  # jax.numpy.float32 and its like
-        return _numpy_dtype_name(value.dtype)
+    own = getattr(value, "dtype", None) if isinstance(value, type) else None
+    if isinstance(own, np.dtype):  # of jax.numpy.float32 and its like
+        return _numpy_dtype_name(own)
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return _numpy_dtype_name(np.dtype(value))
     return None

@@ -184,6 +184,18 @@ def test_a_bias_without_its_gradient_changes_no_other(jax_device: str, rng: Rand
     assert_same_bits(less.values(), whole.values())
 
 
+def test_the_plain_backward_leaves_a_biass_gradient_out_too(jax_device: str, rng: Random) -> None:
+    arrays = of_jax({name: array for name, array in problem(rng).items() if name != "sink"})
+    out, lse = cf.attn_fwd(**arrays)
+    bias, saved = arrays.pop("bias"), (out, lse, jnp.ones_like(out))
+    whole, less = (
+        cf.attn_bwd(*arrays.values(), *saved, bias=bias, deterministic=True, bias_grad=wanted)
+        for wanted in (True, False)
+    )
+    assert (whole._fields, less._fields) == (("dq", "dk", "dv", "dbias"), ("dq", "dk", "dv"))
+    assert_same_bits(less, whole[:3])
+
+
 def test_a_shared_mask_does_not_keep_mapped_calls_apart(jax_device: str, rng: Random) -> None:
     """Where a bias that is shared has a gradient of all, calls follow one another."""
     x, mask = jnp.asarray(rng.standard_normal((3, 2, 5, 4, 8)), jnp.float32), jnp.zeros((5, 5))

@@ -26,7 +26,8 @@ def call(function: str, attention: Attention, arguments: dict[str, Any], *, back
     arrays = _arguments.plain(function, arguments, required, attention.dropout_p)
     backwards = _attention.call_of(function, attention, arrays, *hints, backward=True)
     results = _primitive.bind(backwards, list(arrays.values()))
-    return grads_of(has_bias="bias" in arrays, has_sink="sink" in arrays)(*results)
+    given = backwards.gradients
+    return grads_of(has_bias="bias" in given, has_sink="sink" in given)(*results)
 
 
 def preprocess(function: str, layout: str, out: Any, dout: Any, dlse: Any) -> Any:
