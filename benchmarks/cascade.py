@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ import torch
 import cupyflash as cf
 from benchmarks.cases import Case
 from benchmarks.decode import DIM, HEADS_KV, HEADS_Q, LEAST_BYTES, Rotating
-from benchmarks.run import save, times
+from benchmarks.run import add_common, save, times
 
 SEQUENCES, SHARED, OWN = 64, 8192, 256  # keys of all sequences, and of each
 LEAST = 8.0  # times as fast as with the keys written out
@@ -29,9 +28,7 @@ PACKED = cf.Attention(layout="thd", causal=True)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cascade", description="A shared prefix, attended once.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row here as one line of JSON")
-    parser.add_argument("--commit", help="what to stamp where git does not know")
-    parser.add_argument("--reps", type=int, default=20, help="timed calls of each; default: 20")
+    add_common(parser)
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args(arguments)
     row = measure(options.reps, torch.device(options.device))

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import cycle
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import cupyflash as cf
 from benchmarks.cases import Case
-from benchmarks.run import ceilings, save, times
+from benchmarks.run import add_common, ceilings, save, times
 
 HEADS_Q, HEADS_KV, DIM = 32, 8, 128
 BATCH_AND_KEYS = ((1, 131_072), (16, 8_192), (64, 8_192), (128, 2_048), (1, 8_192))
@@ -46,9 +45,7 @@ class Rotating(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description="Decoding beside a copy.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row here as one line of JSON")
-    parser.add_argument("--commit", help="what to stamp where git does not know")
-    parser.add_argument("--reps", type=int, default=20, help="timed calls of each; default: 20")
+    add_common(parser)
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)

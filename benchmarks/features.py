@@ -11,14 +11,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import cupyflash as cf
 from benchmarks.cases import Case
-from benchmarks.run import inputs, save, times
+from benchmarks.run import add_common, inputs, save, times
 
 PLAIN = Case("plain", "what a feature is held to", 2, 8192, 16, 16, 128, is_causal=True)
 PACKED_ROWS = (100, 4000)  # of a sequence
@@ -45,9 +44,7 @@ class Calls:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.features", description="Features beside a plain call.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row here as one line of JSON")
-    parser.add_argument("--commit", help="what to stamp where git does not know")
-    parser.add_argument("--reps", type=int, default=10, help="timed calls of each; default: 10")
+    add_common(parser, reps=10)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)

@@ -306,6 +306,13 @@ def _commit() -> str:
         return "unknown"
 
 
+def add_common(parser: argparse.ArgumentParser, *, reps: int = 20) -> None:
+    """The options that benchmarks in turns have in common."""
+    parser.add_argument("--reps", type=int, default=reps, help="timed calls of each contestant; default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row here as one line of JSON")
+    parser.add_argument("--commit", help="what to stamp where git does not know")
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Check every cell, then time it.")
     parser.add_argument("--grid", nargs="+", choices=sorted(GRIDS), default=["quick"], help="default: quick")
@@ -313,9 +320,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--passes", nargs="+", choices=sorted(OUTPUTS), default=list(OUTPUTS))
     parser.add_argument("--d", nargs="*", type=int, help="only these head dims")
     parser.add_argument("--n", nargs="*", type=int, help="only these lengths")
-    parser.add_argument("--reps", type=int, default=20, help="timed calls of each contestant; default: 20")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row here as one line of JSON")
-    parser.add_argument("--commit", help="what to stamp where git does not know")
+    add_common(parser)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(arguments)
 

@@ -11,28 +11,37 @@ IMAGES = Path(__file__).parents[1] / "images"
 WHITE = "#ffffff"
 
 
+CELL, X, Y, TILES = 36, 150, 70, 6  # of a grid of query tiles and key tiles
+
+
+def causal_grid(d: Drawing, colours: dict[tuple[int, int], str], labels: dict[tuple[int, int], str]) -> None:
+    """Cells by (query, key): those that a causal mask hides are white, the others grey unless a colour is said."""
+    shown = [
+        [WHITE if key > query else colours.get((query, key), SCORE) for key in range(TILES)] for query in range(TILES)
+    ]
+    words = [[labels.get((query, key), "") for key in range(TILES)] for query in range(TILES)]
+    d.grid(X, Y, CELL, shown, words)
+
+
+def tiles_beside(d: Drawing, *, query: int | None = None, key: int | None = None) -> None:
+    """The tiles along both sides of the grid, a block's own with a bold line."""
+    d.text(X + 108, Y - 42, "key tiles, and their values", anchor="middle")
+    for tile in range(TILES):
+        d.box(X + tile * CELL, Y - 30, CELL, 11, KEY, line=2 if tile == key else 0.6)
+        d.box(X + tile * CELL, Y - 16, CELL, 11, VALUE, line=2 if tile == key else 0.6)
+        d.box(X - 22, Y + tile * CELL, 16, CELL, QUERY, line=2 if tile == query else 0.6)
+
+
 def forward() -> Drawing:
     """A query tile a block; key tiles from the last to the first."""
     d = Drawing(720, 316, "The forward: one query tile a block, key tiles from the last to the first")
-    cell, x, y, tiles = 36, 150, 70, 6
     mine = 4
-    rows = [
-        [WHITE if key > query else (RESULT if query == mine else SCORE) for key in range(tiles)]
-        for query in range(tiles)
-    ]
-    labels = [["" for _ in range(tiles)] for _ in range(tiles)]
-    for step, key in enumerate(range(mine, -1, -1)):
-        labels[mine][key] = str(step + 1)
-    d.text(x + 108, y - 42, "key tiles, and their values", anchor="middle")
-    for tile in range(tiles):
-        d.box(x + tile * cell, y - 30, cell, 11, KEY, line=0.6)
-        d.box(x + tile * cell, y - 16, cell, 11, VALUE, line=0.6)
-    for tile in range(tiles):
-        d.box(x - 22, y + tile * cell, 16, cell, QUERY, line=2 if tile == mine else 0.6)
-    d.grid(x, y, cell, rows, labels)
-    d.text(x - 30, y + 20, "query tiles", anchor="end")
-    d.text(x - 30, y + mine * cell + 22, "a block's own", anchor="end", bold=True)
-    d.text(x + 108, y + tiles * cell + 18, "white: hidden by the causal mask, never computed", anchor="middle", size=11)
+    own = [(mine, key) for key in range(mine, -1, -1)]
+    tiles_beside(d, query=mine)
+    causal_grid(d, dict.fromkeys(own, RESULT), {place: str(step) for step, place in enumerate(own, 1)})
+    d.text(X - 30, Y + 20, "query tiles", anchor="end")
+    d.text(X - 30, Y + mine * CELL + 22, "a block's own", anchor="end", bold=True)
+    d.text(X + 108, Y + TILES * CELL + 18, "white: hidden by the causal mask, never computed", anchor="middle", size=11)
 
     left, top = 420, 62
     d.box(left, top, 270, 158, MEMORY)
@@ -47,7 +56,7 @@ def forward() -> Drawing:
     )
     for number, words in enumerate(steps):
         d.text(left + 12, top + 44 + 19 * number, words)
-    d.arrow((x + tiles * cell + 4, y + mine * cell + 18), (left - 4, y + mine * cell + 18))
+    d.arrow((X + TILES * CELL + 4, Y + mine * CELL + 18), (left - 4, Y + mine * CELL + 18))
     d.arrow((left + 135, top + 160), (left + 135, top + 182))
     d.box(left + 20, top + 184, 230, 30, RESULT, "out / l,   lse = m + log l")
     return d
@@ -56,24 +65,14 @@ def forward() -> Drawing:
 def backward() -> Drawing:
     """A key tile a block; every query tile that sees it."""
     d = Drawing(720, 330, "The backward: one key tile a block, every query tile that sees it")
-    cell, x, y, tiles = 36, 150, 70, 6
     mine = 2
-    rows = [
-        [WHITE if key > query else (GRADIENT if key == mine else SCORE) for key in range(tiles)]
-        for query in range(tiles)
-    ]
-    labels = [[str(query - mine + 1) if key == mine <= query else "" for key in range(tiles)] for query in range(tiles)]
-    d.text(x + 108, y - 42, "key tiles, and their values", anchor="middle")
-    for tile in range(tiles):
-        line = 2 if tile == mine else 0.6
-        d.box(x + tile * cell, y - 30, cell, 11, KEY, line=line)
-        d.box(x + tile * cell, y - 16, cell, 11, VALUE, line=line)
-        d.box(x - 22, y + tile * cell, 16, cell, QUERY, line=0.6)
-    d.grid(x, y, cell, rows, labels)
-    d.text(x - 30, y + 20, "q, dout,", anchor="end")
-    d.text(x - 30, y + 36, "lse, D", anchor="end")
-    d.arrow((x + mine * cell + 18, y + tiles * cell + 2), (x + mine * cell + 18, y + tiles * cell + 18))
-    d.box(x + mine * cell - 27, y + tiles * cell + 20, 90, 22, GRADIENT, "dk, dv")
+    own = [(query, mine) for query in range(mine, TILES)]
+    tiles_beside(d, key=mine)
+    causal_grid(d, dict.fromkeys(own, GRADIENT), {place: str(step) for step, place in enumerate(own, 1)})
+    d.text(X - 30, Y + 20, "q, dout,", anchor="end")
+    d.text(X - 30, Y + 36, "lse, D", anchor="end")
+    d.arrow((X + mine * CELL + 18, Y + TILES * CELL + 2), (X + mine * CELL + 18, Y + TILES * CELL + 18))
+    d.box(X + mine * CELL - 27, Y + TILES * CELL + 20, 90, 22, GRADIENT, "dk, dv")
 
     left, top = 420, 42
     d.box(left, top, 270, 178, MEMORY)
@@ -88,7 +87,7 @@ def backward() -> Drawing:
     )
     for number, words in enumerate(steps):
         d.text(left + 12, top + 46 + 22 * number, words)
-    d.arrow((x + (mine + 1) * cell + 4, y + 4 * cell + 18), (left - 4, y + 4 * cell + 18))
+    d.arrow((X + (mine + 1) * CELL + 4, Y + 4 * CELL + 18), (left - 4, Y + 4 * CELL + 18))
     d.arrow((left + 135, top + 180), (left + 135, top + 200))
     d.box(left + 20, top + 202, 230, 40, GRADIENT, "sums of dq, float32,", "added to by all blocks")
     return d
