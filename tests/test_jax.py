@@ -172,7 +172,6 @@ def test_gradients_are_differences(jax_device: str, options: Any, rng: Random) -
     assert_gradients_are_differences(function, [arrays[name] for name in NAMES])
 
 
-@pytest.mark.usefixtures("x64")
 def test_a_bias_without_its_gradient_changes_no_other(jax_device: str, rng: Random) -> None:
     arrays = of_jax(problem(rng))
     results, whole = value_and_gradients(arrays, tuple(map(jnp.ones_like, call(arrays))), deterministic=True)
@@ -209,6 +208,7 @@ def test_a_shared_mask_does_not_keep_mapped_calls_apart(jax_device: str, rng: Ra
     np.testing.assert_allclose(mapped[False](x), mapped[True](x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("x64")
 def test_gradients_of_packed_sequences_and_live_keys_are_differences(jax_device: str, rng: Random) -> None:
     packed = of_jax(problem(rng, np.float64, "thd"))
 
