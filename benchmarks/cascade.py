@@ -90,18 +90,22 @@ def cascade(q: Any, levels: list[cf.CascadeLevel], ends: Any) -> Callable[[], An
 
 def captured(call: Callable[[], Any], device: Any) -> Callable[[], Any]:
     """The call as a CUDA graph, which gives its result; on the CPU the call itself."""
-    if device.type != "cuda":
-        return call
-    call()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
+    return Replay(call) if device.type == "cuda" else call
 
-    def replay() -> Any:
-        graph.replay()
-        return result
 
-    return replay
+class Replay:
+    """A CUDA graph of a call, and what it reads: a graph knows addresses, and keeps no array alive."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        call()  # compiles
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._result = call()
+
+    def __call__(self) -> Any:
+        self._graph.replay()
+        return self._result
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ Engines: `mpi` and `gloo` on the CPU, `nccl` and `torch-nccl` with a GPU a rank,
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import sys
@@ -25,14 +26,15 @@ import numpy as np
 import cupyflash as cf
 from benchmarks import ranks, stamp
 from cupyflash import parallel
-from cupyflash.parallel import NcclTransport, Shards, shard
+from cupyflash._cuda import driver
+from cupyflash.parallel import Shards, shard
 from cupyflash.testing import PEER_FACTOR, ROUNDING_UNITS
 
 MOST = 1.15  # times computing alone
 REPS = 9
 ON_CPU = ("mpi", "gloo")
 SCHEMES = ("ring", "gather")  # Ulysses hides nothing
-ATTENTION = cf.Attention(causal=True)
+ATTENTION = cf.Attention()  # without a mask every step takes as long
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -90,12 +92,12 @@ LARGE = Size(16384, 16, 4, 128, np.dtype(ml_dtypes.bfloat16))
 
 
 class Problem:
-    """A causal problem, cut in zigzag: every rank has the same to compute in every step."""
+    """A problem in which every rank has the same to compute in every step."""
 
     def __init__(self, transport: Any, library: ranks.Library, size: Size, rows: int | None) -> None:
         self.transport, self.library = transport, library
         self.size = size if rows is None else size._replace(rows=rows)
-        self.shards = Shards(self.size.rows * transport.size, transport.size, zigzag=True)
+        self.shards = Shards(self.size.rows * transport.size, transport.size)
         rng = np.random.default_rng(0)  # the same on every rank
         of_heads = {"q": size.heads, "k": size.heads_kv, "v": size.heads_kv, "dout": size.heads}
         self.whole: dict[str, Any] = {}
@@ -151,7 +153,7 @@ def measure(problem: Problem, engine: str, scheme: str) -> list[dict[str, Any]]:
     for number, name in enumerate(("forward", "backward")):
         [first] = times(problem, [alone[number]])
         step_ms = statistics.median(first) / transport.size
-        *delayed, _ = problem.run(scheme, delay(transport, step_ms))
+        *delayed, _ = problem.run(scheme, delay(problem, step_ms))
         alone_ms, real_ms, delayed_ms = times(problem, [calls[number] for calls in (alone, real, delayed)])
         way_home_ms = step_ms if name == "backward" else 0.0
         found.append(
@@ -209,9 +211,11 @@ class Still:
         pass
 
 
-def delay(transport: Any, ms: float) -> Any:
-    """The same transport, later: on its own stream where that is to be had, on the host otherwise."""
-    return LaterOnStream(transport, ms) if isinstance(transport, NcclTransport) else LaterOnHost(transport, ms)
+def delay(problem: Problem, ms: float) -> Any:
+    """The same transport, later: on a stream where that is what waits for it, on the host otherwise."""
+    if problem.library.waits_on_streams:
+        return LaterOnStream(problem.transport, problem.library, ms)
+    return LaterOnHost(problem.transport, ms)
 
 
 class LaterOnHost:
@@ -221,6 +225,8 @@ class LaterOnHost:
         self.rank, self.size, self._transport, self._seconds = transport.rank, transport.size, transport, ms / 1e3
 
     def exchange(self, sends: Any, receives: Any) -> Any:
+        if not sends and not receives:
+            return self._transport.exchange(sends, receives)
         return _Later(self._transport.exchange(sends, receives), time.perf_counter() + self._seconds)
 
 
@@ -233,41 +239,39 @@ class _Later:
         time.sleep(max(0.0, self._end - time.perf_counter()))
 
 
-SPIN = r"""
-extern "C" __global__ void spin(unsigned long long nanoseconds) {
-  unsigned long long begin, now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
-  do {
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  } while (now - begin < nanoseconds);
-}
-"""
-
-
 class LaterOnStream:
-    """After each transfer one thread of a GPU spins for `ms` on the transport's stream."""
+    """What is received is there no sooner than `ms` after what is sent was.
 
-    def __init__(self, transport: NcclTransport, ms: float) -> None:
+    On a stream that nothing else uses the C library sleeps meanwhile: a kernel would wait for a multiprocessor, and
+    Python for the thread that launches.
+    """
+
+    def __init__(self, transport: Any, library: ranks.Library, ms: float) -> None:
         import cupy
 
-        self.rank, self.size, self._transport, self._cupy = transport.rank, transport.size, transport, cupy
-        self._nanoseconds = np.uint64(ms * 1e6)
-        self._spin = cupy.RawKernel(SPIN, "spin")
+        self.rank, self.size, self._transport, self._library = transport.rank, transport.size, transport, library
+        self._microseconds = ctypes.c_void_p(round(1e3 * ms))
+        self._sleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p)
+        self._stream = cupy.cuda.Stream(non_blocking=True)
 
     def exchange(self, sends: Any, receives: Any) -> Any:
+        if not sends and not receives:
+            return self._transport.exchange(sends, receives)
+        self._stream.wait_event(self._library.stream().record())
         transfer = self._transport.exchange(sends, receives)
-        with self._transport.stream:
-            self._spin((1,), (1,), (self._nanoseconds,))
-        return _LaterOnStream(transfer, self._cupy, self._transport.stream.record())
+        driver.library().cuLaunchHostFunc(ctypes.c_void_p(self._stream.ptr), self._sleep, self._microseconds)
+        with self._library.on(self._stream):
+            transfer.wait()
+        return _LaterOnStream(self._library, self._stream.record(), [*sends, *receives])
 
 
 class _LaterOnStream:
-    def __init__(self, transfer: Any, cupy: Any, done: Any) -> None:
-        self._transfer, self._cupy, self._done = transfer, cupy, done
+    def __init__(self, library: ranks.Library, done: Any, held: list[Any]) -> None:
+        self._library, self._done, self._held = library, done, held
 
     def wait(self) -> None:
-        self._transfer.wait()
-        self._cupy.cuda.get_current_stream().wait_event(self._done)
+        self._library.stream().wait_event(self._done)
+        self._held.clear()  # memory that is freed from now on is used again after the transfer only
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +73,10 @@ def connect(engine: str) -> Any:
     rank, folder = int(os.environ[_RANK]), Path(os.environ[_FOLDER])
     if engine == "nccl":
         import cupy
+        from cupy.cuda import nccl
 
         cupy.cuda.Device(rank).use()
-        communicator = cupy.cuda.nccl.NcclCommunicator(size, _unique_id(rank, folder / "id"), rank)
-        return NcclTransport(communicator)
+        return NcclTransport(nccl.NcclCommunicator(size, _unique_id(rank, folder / "id"), rank))
     import torch.distributed
 
     if engine == "torch-nccl":
@@ -98,6 +100,7 @@ class Library:
     def __init__(self, engine: str) -> None:
         self.name = {"mpi": "numpy", "gloo": "torch", "torch-nccl": "torch"}.get(engine, "cupy")
         self._device = "cuda" if engine == "torch-nccl" else "cpu"
+        self.waits_on_streams = engine in ("nccl", "torch-nccl")  # else the host waits for a transfer
 
     def put(self, value: Any) -> Any:
         """A NumPy array as one of the library's, where it computes; anything else as it is."""
@@ -124,6 +127,24 @@ class Library:
             return array.cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
         return array.cpu().numpy()
 
+    def stream(self) -> Any:
+        """The current one, as CuPy's."""
+        import cupy
+
+        if self.name == "cupy":
+            return cupy.cuda.get_current_stream()
+        import torch
+
+        return cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Where a stream of CuPy's is the current one."""
+        if self.name == "cupy":
+            return stream
+        import torch
+
+        return torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr))
+
     def synchronize(self) -> None:
         """Wait for what is queued on this rank's device."""
         if self.name == "cupy":
@@ -148,9 +169,9 @@ def missing(engine: str, ranks: int) -> str:
     if gpus and (found := _gpus(engine)) < gpus:
         return f"{gpus} GPUs are needed and {found} are there"
     if engine == "nccl":
-        import cupy
+        from cupy.cuda import nccl
 
-        if not cupy.cuda.nccl.available:
+        if not nccl.available:
             return "CuPy finds no NCCL: pip install nvidia-nccl-cu12 or -cu13 brings it"
     return ""
 
@@ -189,19 +210,17 @@ def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> str:
         time.sleep(0.02)
 
 
-def _unique_id(rank: int, path: Path) -> tuple[int, ...]:
+def _unique_id(rank: int, path: Path) -> Any:
     """NCCL's name for the group: rank 0 makes it, and a file tells the others."""
     if rank == 0:
         from cupy.cuda import nccl
 
-        unique = nccl.get_unique_id()
         new = path.with_suffix(".new")
-        new.write_text(" ".join(map(str, unique)), "utf-8")
+        new.write_bytes(pickle.dumps(nccl.get_unique_id()))  # bytes, or a tuple of numbers before CuPy 14
         new.replace(path)  # whole or not at all
-        return unique
     while not path.exists():
         time.sleep(0.01)
-    return tuple(map(int, path.read_text("utf-8").split()))
+    return pickle.loads(path.read_bytes())
 
 
 def _gpus(engine: str) -> int:

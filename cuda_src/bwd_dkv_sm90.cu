@@ -202,7 +202,9 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_dkv_sm90(const
   ptx::let_next_start();
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
-  const attn::Work work = attn::find_work<false, kKeyTile>(params.problem, blockIdx.x);
+  const Problem& problem = params.problem;
+  const int number = attn::in_order_of_bias<kHasBias>(problem, params.scores, blockIdx.x, problem.tiles_k, problem.heads_kv);
+  const attn::Work work = attn::find_work<false, kKeyTile>(problem, number);
   if (work.tile < 0) {
     ptx::await_previous();  // as all blocks do: kernels must not overtake each other
     return;

@@ -259,7 +259,9 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_dq_sm90(const 
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const int block = kIsMasked ? gridDim.x - 1 - blockIdx.x : blockIdx.x;  // long tiles first
-  const attn::Work work = attn::find_work<true, kQueryTile>(params.problem, block);
+  const Problem& problem = params.problem;
+  const int number = attn::in_order_of_bias<kHasBias>(problem, params.scores, block, problem.tiles_q, problem.heads_q);
+  const attn::Work work = attn::find_work<true, kQueryTile>(problem, number);
   if (work.tile < 0) {
     ptx::await_previous();  // as all blocks do: kernels must not overtake each other
     return;

@@ -37,8 +37,8 @@ constexpr int kDqGroup = 1 + kConsumers;  // behind the producers' and the consu
 static_assert(kThreads == kGroup * (1 + kDqGroup));
 constexpr int kProducerRegisters = 32, kConsumerRegisters = 208, kDqRegisters = 64;  // 32 + 2 x 208 + 64: what the launch gave, 4 x 128
 
-// Not where a tile's bias is more pieces than their ring holds: a piece makes room once both have read it.
-constexpr bool kAlternates = !kHasBias || kQueryTile <= kBiasStages * BiasTile::kRows;
+// Not where the ring holds no piece of the next tile's bias beside this one's: a piece makes room once both have read it.
+constexpr bool kAlternates = !kHasBias || kQueryTile < kBiasStages * BiasTile::kRows;
 constexpr int kDsStages = 2;
 constexpr int kAdders = kHasBias ? 1 : 2, kBiasLoaders = kWarpSize;  // producers' warps that are left, and threads of one
 constexpr int kGroupWarps = kGroup / kWarpSize;
@@ -371,7 +371,9 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) bwd_sm90(const __g
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const int block = kIsOrdered ? ordered_block(params.problem) : blockIdx.x;
-  const attn::Work work = attn::find_work<false, kKeyTile>(params.problem, block);
+  const Problem& problem = params.problem;
+  const int number = attn::in_order_of_bias<kHasBias>(problem, params.scores, block, problem.tiles_k, problem.heads_kv);
+  const attn::Work work = attn::find_work<false, kKeyTile>(problem, number);
   if (work.tile < 0) {
     ptx::await_previous();  // as all blocks do: kernels must not overtake each other
     return;

@@ -9,8 +9,9 @@
 //           k(j - 1) while p(j) v(j) is. For double, p passes through shared memory, each warp its own rows.
 // Registers s and out fragments of a warp: kQueryTile / kWarps x (kKeyTile + kHeadDimV) / 32 numbers a lane.
 // Order     key tiles from the last to the first, so that a causal block meets its diagonal first; sums are in a fixed order.
-// Switches  kIsSplit: a block has some of the keys, and its result is one of several that fwd_combine merges. kPacksHeads: a row is
-//           (query, head), all heads of a KV head side by side, so that few queries fill a tile. kIsPaged: keys lie in pages.
+// Switches  kIsSplit: a block has some of the keys, and its result is one of several that fwd_combine merges, or with one split the call's.
+//           kPacksHeads: a row is (query, head), all heads of a KV head side by side, so that few queries fill a tile. kIsPaged: keys lie
+//           in pages.
 #include "attn/dropout.cuh"
 #include "attn/pages.cuh"
 #include "attn/scores.cuh"
@@ -26,7 +27,7 @@ constexpr int kWarpRows = kQueryTile / kWarps;
 constexpr int kM = kWarpRows / 16;
 static_assert(kQueryTile == kWarps * kM * 16, "a warp owns whole 16-row tiles");
 static_assert(kKeyTile % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0);
-static_assert(!kPacksHeads || kIsSplit, "packed rows leave as partial results");
+static_assert(!kPacksHeads || kIsSplit, "packed rows leave one by one, or as partial results");
 static_assert(!kPacksHeads || !(kHasAlibi || kHasBias || kHasDropout), "what depends on the head is not packed");
 
 struct Smem : warp::Passage<Element, kQueryTile, kKeyTile>, attn::PageRows<kIsPaged, kKeyTile> {  // of p
@@ -166,6 +167,7 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
 
   const int rows = query_end - query_begin - warp_row;
   const bool has_sink = params.scores.sink && !seq.is_slack && split == 0;
+  const bool is_alone = kIsSplit && params.num_splits == 1;
   const Accum unit = params.scores.fold * kLn2;
   const Accum* const sinks = static_cast<const Accum*>(params.scores.sink) + head * rows_per_query;
   Accum* lse = static_cast<Accum*>(params.lse.data) + split * params.lse_stride_split + seq.batch * params.lse.stride_b +
@@ -178,14 +180,28 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
       const int row = 16 * m + warp::fragment_row(2 * half);
       const Accum sink = has_sink ? sinks[kPacksHeads ? (query_begin + warp_row + row) % group : 0] : Accum(0);
       const Accum row_lse = softmax.finish(m, half, unit, has_sink, sink, factor);
-      if (row < rows && warp::lane() % 4 == 0) lse[row] = row_lse;
+      if (row < rows && warp::lane() % 4 == 0 && !is_alone) lse[row] = row_lse;
       const bool is_empty = factor == 0;  // selected, not multiplied: zero even where v holds a NaN
       if constexpr (kHasDropout) factor *= Accum(params.scores.keep_scale);
 #pragma unroll
       for (int n = 0; n < kHeadDimV / 8; ++n)
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) out.x[m][n][i] = is_empty ? Accum(0) : out.x[m][n][i] * factor;
+      if (is_alone && row < rows) {  // each row to where its query and head are
+        const int number = query_begin + warp_row + row, query = number / rows_per_query;
+        const int query_head = head * rows_per_query + number % rows_per_query;
+        if (warp::lane() % 4 == 0) *attn::rows<Accum>(params.lse, seq, seq.q_begin, query_head, query) = row_lse;
+        OutElement* const dst = attn::rows<OutElement>(params.out, seq, seq.q_begin, query_head, query);
+#pragma unroll
+        for (int n = 0; n < kHeadDimV / 8; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int col = 8 * n + warp::fragment_col(i);
+            if (col < problem.head_dim_v) dst[col] = convert<OutElement>(out.x[m][n][2 * half + i]);
+          }
+      }
     }
+  if (is_alone) return;
   Result* out_gmem = attn::rows<Result>(params.out, seq, seq.q_begin * rows_per_query, head, query_begin + warp_row) +
                      split * params.out_stride_split;
   warp::store_global<Result, kCopyBytes, false>(out_gmem, params.out.stride_n, rows, problem.head_dim_v, out);

@@ -14,10 +14,13 @@
 //           proves its products done. Of a published tile, full: the scheduler; empty: both loaders and every thread of the consumers.
 //           Named: each consumer's own, and its turn, which the one before it gives. out belongs to the warp that writes its rows.
 // Order     blocks stay, and take tiles in an order that needs no counter: tile_of. Of packed sequences some blocks take one.
+// Switches  kIsSplit: a tile has some of the keys, and its result is one of those that fwd_combine merges. kPacksHeads: a row is (query,
+//           head), all heads of a KV head side by side, so that few queries fill a tile.
 #include "attn/bias_tile.cuh"
 #include "attn/dropout.cuh"
 #include "attn/scores.cuh"
 #include "attn/softmax.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "tile/warpgroup.cuh"
 
@@ -36,20 +39,25 @@ static_assert(kThreads == kWarps * kWarpSize && kQueryTile == kConsumers * kRows
 constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32, kConsumerRegisters = kConsumers == 2 ? 232 : 160;
 constexpr int kPanels = kHeadDim / kPanel, kPanelsV = kHeadDimV / kPanel;
 static_assert(kHeadDim % kPanel == 0 && kHeadDimV % kPanel == 0 && kKeyTile % 16 == 0);
-constexpr bool kPassesOut = kIsSame<OutElement, Element> && kHeadDimV <= 128;  // out leaves through shared memory: wider, it has no room
+using Result = ChooseOf<kIsSplit, float, OutElement>::Type;  // what `out` is written in
+constexpr bool kPassesOut = kIsSame<Result, Element> && kHeadDimV <= 128;  // out leaves through shared memory: wider, it has no room
+static_assert(!kPacksHeads || kIsSplit, "packed rows leave as partial results");
+static_assert(!kPacksHeads || !(kHasAlibi || kHasBias || kHasDropout), "what depends on the head is not packed");
+using Band = ChooseOf<kPacksHeads, attn::PackedBand<kIsMasked>, attn::Band<kIsMasked>>::Type;
 constexpr int kTiles = 4;  // published at a time: the consumers' and their next one, the loaders', one ahead
 
 // A query tile, as the scheduler publishes it.
 struct Tile {
   attn::Sequence sequence;
-  attn::Band<kIsMasked> band;
-  OutElement* out;  // of its first row
+  Band band;
+  Result* out;  // of its first row
   float* lse;
-  int head;
+  int head;     // the first one
   int kv_head;
   int query_begin;
   int end;    // key tiles [end - count, end)
   int count;  // 0: there are no more
+  bool has_sink;
   attn::Dropout dropout;
 };
 
@@ -82,6 +90,7 @@ constexpr int kQueryBytes = sizeof(Smem::q) / kQueryStages, kKeyBytes = sizeof(S
 constexpr int kQueryPanelBytes = kQueryTile * kPanel * 2, kKeyPanelBytes = kKeyTile * kPanel * 2;
 
 using Switches = attn::Switches<float, BiasElement, kIsMasked, kHasSoftcap, kHasAlibi, kHasBias, kIsScaleNegative, true>;
+using TileScores = attn::ScoreMap<Switches, Band>;
 using SFragment = warp::Fragment<1, kKeyTile / 8>;
 constexpr int kHalfTile = kKeyTile / 2;  // of keys
 constexpr bool kTakesHalves = kIsMasked && kConsumers == 2 && Switches::kIsRaw && !kHasDropout;  // of the diagonal's tile, each as it is seen
@@ -130,24 +139,22 @@ __device__ __forceinline__ uint32 tile_of(const FwdSm90Params& params, int i) {
 
 constexpr int kOwnBarrier = 1, kTurnBarrier = kOwnBarrier + kConsumers;  // of consumer 0, the others' behind; 0 is __syncthreads
 
-// Zeros and -inf (or the sink) for rows that see no key. By a whole warp.
-__device__ __forceinline__ void store_empty(const FwdSm90Params& params, const Tile& tile) {
-  const bool has_sink = params.scores.sink && !tile.sequence.is_slack;
-  const float lse = has_sink ? static_cast<const float*>(params.scores.sink)[tile.head] : -kInfinity;
-  const int rows = min_of(kQueryTile, tile.sequence.len_q - tile.query_begin);
-  for (int row = 0; row < rows; ++row) {
-    for (int col = warp::lane(); col < params.problem.head_dim_v; col += kWarpSize)
-      tile.out[row * params.out.stride_n + col] = convert<OutElement>(0.0f);
-    if (warp::lane() == 0) tile.lse[row * params.lse.stride_n] = lse;
-  }
+__device__ __forceinline__ int rows_per_query(const Problem& problem) { return kPacksHeads ? problem.heads_q / problem.heads_kv : 1; }
+// Of a tile's row, which need not be there.
+__device__ __forceinline__ float sink_of(const FwdSm90Params& params, const Tile& tile, int row) {
+  const int head = tile.head + (kPacksHeads ? (tile.query_begin + row) % rows_per_query(params.problem) : 0);
+  return tile.has_sink ? static_cast<const float*>(params.scores.sink)[head] : 0;
 }
 
-// Heads are numbered batch row by batch row; those that share a bias side by side, so that L2 has it for all of them.
-__device__ __forceinline__ int in_order_of_bias(const FwdSm90Params& params, int number) {
-  if (!kHasBias || params.scores.bias_stride_b != 0) return number;
-  const Problem& problem = params.problem;
-  const int place = number / problem.tiles_q, head = place % problem.batch * problem.heads_q + place / problem.batch;
-  return head * problem.tiles_q + number % problem.tiles_q;
+// Zeros and -inf (or the sink) for rows that see no key. By a whole warp.
+__device__ __forceinline__ void store_empty(const FwdSm90Params& params, const Tile& tile) {
+  const int rows = min_of(kQueryTile, tile.band.len_q - tile.query_begin);
+  for (int row = 0; row < rows; ++row) {
+    const float lse = tile.has_sink ? sink_of(params, tile, row) : -kInfinity;
+    for (int col = warp::lane(); col < params.problem.head_dim_v; col += kWarpSize)
+      tile.out[row * params.out.stride_n + col] = convert<Result>(0.0f);
+    if (warp::lane() == 0) tile.lse[row * params.lse.stride_n] = lse;
+  }
 }
 
 // Writes the next tile that has keys, if there is one; `i` counts this block's.
@@ -156,18 +163,30 @@ __device__ __forceinline__ bool find_next(Tile& tile, int& i, const FwdSm90Param
   for (;;) {
     const uint32 number = tile_of(params, i++);
     if (number >= static_cast<uint32>(params.places)) return false;
-    const attn::Work work = attn::find_work<true, kQueryTile>(problem, in_order_of_bias(params, static_cast<int>(number)));
+    const int of_a_split = params.places / params.num_splits, split = kIsSplit ? static_cast<int>(number) / of_a_split : 0;
+    const int place = kIsSplit ? static_cast<int>(number) % of_a_split : static_cast<int>(number);
+    const attn::Work work = attn::find_work<true, kQueryTile, kPacksHeads>(
+        problem, attn::in_order_of_bias<kHasBias>(problem, params.scores, place, problem.tiles_q, problem.heads_q));
     if (work.tile < 0) continue;
     if (warp::lane() == 0) {
-      const attn::Band<kIsMasked> band(problem, work.sequence);
+      Band band(problem, work.sequence);
+      int split_begin = 0;
+      if constexpr (kIsSplit) {
+        const int len_k = work.sequence.len_k, part = ceil_div(ceil_div(len_k, params.num_splits), kKeyTile) * kKeyTile;
+        split_begin = static_cast<int>(min_of<int64>(static_cast<int64>(split) * part, len_k));
+        band.end_at(split_begin + min_of(part, len_k - split_begin));
+      }
       const int begin = work.tile * kQueryTile;
-      const attn::Range keys = band.keys_of(begin, min_of(begin + kQueryTile, work.sequence.len_q));
+      attn::Range keys = band.keys_of(begin, min_of(begin + kQueryTile, band.len_q));
+      keys.begin = max_of(keys.begin, split_begin);
       tile.sequence = work.sequence;
       tile.band = band;
-      tile.out = attn::rows<OutElement>(params.out, work.sequence, work.sequence.q_begin, work.head, begin);
-      tile.lse = attn::rows<float>(params.lse, work.sequence, work.sequence.q_begin, work.head, begin);
-      tile.head = work.head;
-      tile.kv_head = work.head / (problem.heads_q / problem.heads_kv);
+      const int group = problem.heads_q / problem.heads_kv, first_row = work.sequence.q_begin * rows_per_query(problem);
+      tile.out = attn::rows<Result>(params.out, work.sequence, first_row, work.head, begin) + split * params.out_stride_split;
+      tile.lse = attn::rows<float>(params.lse, work.sequence, first_row, work.head, begin) + split * params.lse_stride_split;
+      tile.has_sink = params.scores.sink && !work.sequence.is_slack && split == 0;
+      tile.head = kPacksHeads ? work.head * group : work.head;
+      tile.kv_head = tile.head / group;
       tile.query_begin = begin;
       tile.end = ceil_div(keys.end, kKeyTile);
       tile.count = keys.begin < keys.end ? tile.end - keys.begin / kKeyTile : 0;
@@ -220,8 +239,13 @@ __device__ __forceinline__ void load_keys(Smem& smem, const FwdSm90Params& param
   Ring<kQueryStages> queries;
   load_all(smem, smem.k, params.k, smem.k_full, smem.k_empty, [&](const Tile& tile) {
     ptx::mbarrier_wait(smem.q_empty[queries.stage], queries.parity ^ 1);
-    warpgroup::load(smem.q[queries.stage], params.q, smem.q_full[queries.stage], tile.sequence.q_begin + tile.query_begin, tile.head,
-         tile.sequence.batch);
+    if constexpr (kPacksHeads) {
+      const int query = tile.sequence.q_begin + tile.query_begin / rows_per_query(params.problem);
+      warpgroup::load_heads(smem.q[queries.stage], params.q, smem.q_full[queries.stage], query, tile.kv_head, tile.sequence.batch);
+    } else {
+      warpgroup::load(smem.q[queries.stage], params.q, smem.q_full[queries.stage], tile.sequence.q_begin + tile.query_begin, tile.head,
+                      tile.sequence.batch);
+    }
     queries.advance();
   });
 }
@@ -280,7 +304,7 @@ __device__ __forceinline__ void finish_rows(OutFragment& out, float (&factor)[2]
 // s becomes p. Whether `out` is to be multiplied with `rescale`.
 template <int kN>
 __device__ __forceinline__ bool to_probabilities(warp::Fragment<1, kN>& s, Softmax& softmax, float (&rescale)[2],
-                                                 const attn::ScoreMap<Switches>& scores, float fold, const attn::Dropout& dropout,
+                                                 const TileScores& scores, float fold, const attn::Dropout& dropout,
                                                  int query, int key, bool is_first,
                                                  const attn::BiasFragment<BiasElement, 1, kN>* bias = nullptr) {
   if (bias && scores.bias.has_chunks) {  // it has been read
@@ -326,7 +350,7 @@ template <bool kPasses>
 __device__ __forceinline__ void store(int consumer, OutTile<kPasses>& smem, const FwdSm90Params& params, const Tile& tile,
                                       const OutFragment& out) {
   const int warp_row = consumer * kRows + warp::uniform(threadIdx.x % kGroup / kWarpSize) * kWarpRows;
-  const int rows = tile.sequence.len_q - tile.query_begin - warp_row;
+  const int rows = tile.band.len_q - tile.query_begin - warp_row;
   if constexpr (kPasses) {
     if (params.problem.head_dim_v % 8 == 0 && (!params.problem.cu_seqlens_q || kWarpRows <= rows)) {
       const int lane = warp::lane(), row = warp_row + lane % 16;
@@ -351,9 +375,9 @@ __device__ __forceinline__ void store(int consumer, OutTile<kPasses>& smem, cons
       return;
     }
   }
-  OutElement* const dst = tile.out + warp_row * params.out.stride_n;
+  Result* const dst = tile.out + warp_row * params.out.stride_n;
   __builtin_assume(__isGlobal(dst));  // it came out of shared memory
-  warp::store_global<OutElement, kCopyBytes, false>(dst, params.out.stride_n, rows, params.problem.head_dim_v, out);
+  warp::store_global<Result, kCopyBytes, false>(dst, params.out.stride_n, rows, params.problem.head_dim_v, out);
 }
 
 __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90Params& params) {
@@ -411,7 +435,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
   const auto give_turn = [&] { ptx::named_barrier_arrive(kTurnBarrier + (consumer + 1) % kConsumers, 2 * kGroup); };
 
   struct Start {
-    attn::Band<kIsMasked> band;
+    Band band;
     int query, key, left;  // of the first key tile, and how many are left behind it
   };
   const auto start_of_tile = [&] {
@@ -447,9 +471,9 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
     const Tile& tile = smem.tiles[tiles.stage];
     const attn::Sequence& seq = tile.sequence;
     if (!kLooksAhead) next = start_of_tile();
-    const attn::Band<kIsMasked> band = next.band;
+    const Band band = next.band;
     const int query = next.query;
-    attn::ScoreMap<Switches> scores(band, params.scores, seq, tile.head);
+    TileScores scores(band, params.scores, seq, tile.head);
     scores.settle();
     Softmax softmax(kIsBounded ? max_of(0.0f, 1 - kHeadroom / fold) : -kInfinity);
     const auto probabilities = [&](int key, bool is_first) {
@@ -504,13 +528,11 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
     if (has_tile || consumer < kConsumers - 1) give_turn();
     if (kLooksAhead) next = start_of_tile();
     if (has_tile) ask_for_bias(next);
-    const bool has_sink = params.scores.sink && !seq.is_slack;
-    const float sink = has_sink ? static_cast<const float*>(params.scores.sink)[tile.head] : 0;
     float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float lse = softmax.finish(0, half, fold * float(kLn2), has_sink, sink, factor[half]);
       const int row = warp_row + warp::fragment_row(2 * half);
+      const float lse = softmax.finish(0, half, fold * float(kLn2), tile.has_sink, sink_of(params, tile, row), factor[half]);
       if (tile.query_begin + row < band.len_q && warp::lane() % 4 == 0) tile.lse[row * params.lse.stride_n] = lse;
     }
     ptx::wgmma_wait<1>();
@@ -527,6 +549,7 @@ __device__ __forceinline__ void consume(int consumer, Smem& smem, const FwdSm90P
 
 extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) fwd_sm90(const __grid_constant__ cf::FwdSm90Params params) {
   using namespace cf;
+  if (kIsSplit) ptx::let_next_start();
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   if (threadIdx.x == 0) {

@@ -19,8 +19,8 @@ using Partial = attn::ColumnsOf<kIsUniform, StateElement, kColumns, Accum>::Type
 
 extern "C" __global__ void __launch_bounds__(cf::kThreads) merge_states(const __grid_constant__ cf::MergeParams params) {
   using namespace cf;
-  ptx::let_next_start();
   ptx::await_previous();
+  ptx::let_next_start();
   const attn::Row row = attn::row_of_thread<kThreads>(params.len, params.heads);
   const bool is_row = row.batch < params.batch;  // else the lanes still take part in the warp's exchanges
 

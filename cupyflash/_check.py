@@ -38,7 +38,11 @@ AXES = {
     "bhsd": ("B Hq Nq {}", "B Hkv Nk {}", "B Hq Nq"),
     "thd": ("Tq Hq {}", "Tk Hkv {}", "Hq Tq"),
 }
-FEW_QUERIES = 16  # of a forward whose keys are split, or it would not fill a GPU
+# Forwards whose keys are split, as they would not fill a GPU: of few queries each, or few tiles of 128 queries in all
+# and at least four times as many keys, which are many.
+FEW_QUERIES = 16
+MANY_KEYS, FEW_TILES = 2048, 88
+MANY_BLOCKS = 768  # of few queries: more come one behind the other
 _POOLS = {"bshd": "pages page_size Hkv {}", "bhsd": "pages Hkv page_size {}", "thd": "pages page_size Hkv {}"}
 _QUERY_ROWS = {"q": "D", "out": "Dv", "dout": "Dv", "dq": "D"}
 _KEY_ROWS = {"k": "D", "v": "Dv", "dk": "D", "dv": "Dv"}
@@ -658,9 +662,14 @@ def _describe(
         negative_scale=_scale(attention, sizes["D"]) < 0,
     )
     size_class = _size_class(typical_k)
-    if not backward and typical_q <= FEW_QUERIES and (size_class != "short" or "block_table" in arrays):
+    if not backward and (size_class != "short" or "block_table" in arrays or 32 * typical_q <= typical_k):
         group = 1 if features.differ_by_head else sizes["Hq"] // sizes["Hkv"]
-        size_class = _few_rows(typical_q * group)
+        if typical_q <= FEW_QUERIES:
+            size_class = _few_rows(typical_q * group, sizes["B"] * sizes["Hq"] // group)
+        elif (
+            typical_k >= max(MANY_KEYS, 4 * typical_q) and sizes["B"] * sizes["Hq"] * -(-typical_q // 128) <= FEW_TILES
+        ):
+            size_class = "64 rows" if typical_q * group <= 64 else "few tiles"
     # Options of the other direction only are left out, so that no backend refuses a call for what it will not do.
     return Spec(
         dtype=arrays["q"].dtype,
@@ -693,9 +702,11 @@ def _size_class(len_k: int) -> str:
     return "normal"
 
 
-def _few_rows(rows: int) -> str:
-    """The class of a forward of few queries, by the rows of one KV head."""
-    return "16 rows" if rows <= 16 else "32 rows" if rows <= 32 else "64 rows"
+def _few_rows(rows: int, blocks: int) -> str:
+    """The class of a forward of few queries, by the rows of one KV head, and how many there are of those."""
+    if rows <= 16:
+        return "16 rows" if blocks <= MANY_BLOCKS else "16 rows, many times"
+    return "32 rows" if rows <= 32 else "64 rows"
 
 
 def _dbias_dtype(arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) -> str | None:

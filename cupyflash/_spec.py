@@ -96,7 +96,7 @@ class Spec:
     allow_tf32: bool
     align: int  # bytes, at most 16: every pointer and outer stride is a multiple of it
     has_boxes: bool  # the copy engine can walk every array of rows
-    size_class: str  # "short" (len_k <= 256), "few keys" (<= 1024), "normal"; forward: "16 rows", "32 rows", "64 rows"
+    size_class: str  # "short" (len_k <= 256), "few keys" (<= 1024), "normal"; forward: those of tiles.FWD_FEW too
 
 
 @dataclass(slots=True)

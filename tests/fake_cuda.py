@@ -129,8 +129,8 @@ class _Driver:
     def cuTensorMapEncodeTiled(
         at: Any, dtype: int, rank: int, address: Any, extents: Any, strides: Any, box: Any, steps: Any, *modes: int
     ) -> int:
-        asked = [address.value, dtype, rank, *extents, *strides, *box[:2], *modes]
-        ctypes.memmove(at, (ctypes.c_uint64 * 16)(*asked), 128)
+        asked = [address.value, dtype, rank, *extents, *strides, *box[: rank - 2], *modes]
+        ctypes.memmove(at, (ctypes.c_uint64 * 16)(*asked[:16]), 128)
         return 0
 
 

@@ -73,6 +73,13 @@ def _run(backend: Backend, arrays: Any, options: dict[str, Any]) -> tuple[np.nda
         ("bfloat16", 16, 5, 331, (192, 128)),
         ("float32", 2, 1, 257, (80, 48)),
         ("float64", 1, 3, 300, (64, 64)),
+        # Of these the tiles of queries are few, and keys many.
+        ("bfloat16", 100, 2, 2311, (128, 128)),
+        ("float16", 33, 8, 2100, (96, 64)),
+        ("bfloat16", 150, 1, 2048, (256, 256)),
+        ("bfloat16", 200, 3, 3001, (64, 64)),
+        ("float16", 17, 1, 2049, (192, 128)),
+        ("float32", 129, 2, 2050, (64, 64)),
     ],
 )
 def test_few_queries_are_as_close_to_the_reference_as_plain_operations(
@@ -84,6 +91,42 @@ def test_few_queries_are_as_close_to_the_reference_as_plain_operations(
         options = {key: x.astype(np.float64) if isinstance(x, np.ndarray) else x for key, x in options.items()}
     out, lse = _run(backend, arrays, options)
     check_forward(out, lse, *arrays, name=name, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("lengths_q", "lengths_k", "group", "dim"),
+    [
+        ((65, 0, 128, 1), (2500, 700, 31, 4099), 2, 128),
+        ((130, 17), (2048, 2305), 3, 64),
+        ((1,) * 5, (256, 3, 0, 65, 129), 4, 128),
+    ],
+)
+def test_packed_sequences_of_few_queries_and_many_keys(
+    backend: Backend,
+    lengths_q: tuple[int, ...],
+    lengths_k: tuple[int, ...],
+    group: int,
+    dim: int,
+    causal: bool,
+    rng: Random,
+) -> None:
+    q, k, v = (
+        rng.standard_normal((sum(lengths) + 3, heads, dim)).astype(DTYPES["bfloat16"])
+        for lengths, heads in ((lengths_q, HEADS_KV * group), (lengths_k, HEADS_KV), (lengths_k, HEADS_KV))
+    )
+    options = {"layout": "thd", "causal": causal, "max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
+    for name, lengths in (("cu_seqlens_q", lengths_q), ("cu_seqlens_k", lengths_k)):
+        options[name] = np.cumsum([0, *lengths]).astype(np.int32)
+    out, lse = _run(backend, (q, k, v), options)
+    check_forward(out, lse, q, k, v, name="packed", **options)
+
+
+def test_so_many_sequences_that_their_keys_are_not_split(backend: Backend, rng: Random) -> None:
+    arrays = _qkv(rng, "bfloat16", 700, 1, 129, 4, (64, 64))
+    used = rng.integers(0, 130, 700).astype(np.int32)
+    out, lse = _run(backend, arrays, {"seqused_k": used})
+    check_forward(out, lse, *arrays, name="many sequences", seqused_k=used)
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 16, 64, 1000])

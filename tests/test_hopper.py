@@ -19,16 +19,16 @@ BLOCKS_PER_MAP = 1 + params.MAP_WORDS
 
 
 class Told:
-    """The last launch: its grid and the fields of its struct. A map holds what the driver was asked for."""
+    """A launch, the last one: its grid and the fields of its struct. A map holds what the driver was asked for."""
 
-    def __init__(self, cupy: Any) -> None:
-        launch = cupy.launches[-1]
+    def __init__(self, cupy: Any, which: int = -1) -> None:
+        launch = cupy.launches[which]
         assert launch.binary[0] == "fwd_sm90"
         packer = params.packer("fwd_sm90")
         fields = packer.unpack(launch.struct[: packer.size])
         self.grid, self.smem_bytes = launch.grid[0], launch.smem_bytes
         self.maps = [fields[at * BLOCKS_PER_MAP : (at + 1) * BLOCKS_PER_MAP] for at in range(4)]
-        self.places, self.paired_heads, self.heads_at_a_time, self.staying_blocks = fields[-4:]
+        self.num_splits, self.places, self.paired_heads, self.heads_at_a_time, self.staying_blocks, _ = fields[-6:]
 
     def extents(self, which: int) -> list[int]:
         return list(self.maps[which][3:7])
@@ -131,6 +131,24 @@ def test_blocks_stay_and_some_heads_go_in_pairs(
     assert told.grid == told.staying_blocks == min(told.places, SMS)
     assert (told.paired_heads, told.heads_at_a_time) == (paired, at_a_time)
     assert (heads - paired) * tiles >= min(2 * SMS, told.places) and paired % 2 == at_a_time % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "keys", "splits"), [(64, 32, 8192, 8), (300, 16, 2048, 3), (17, 32, 9999, 16)]
+)
+def test_few_tiles_of_many_keys_are_split_until_they_fill_the_gpu(
+    fake_cuda: Any, queries: int, heads: int, keys: int, splits: int
+) -> None:
+    q, k = array(fake_cuda, 1, queries, heads, 128), array(fake_cuda, 1, keys, 4, 128)
+    cf.attn_fwd(q, k, k, causal=True)
+    told, combine = Told(fake_cuda, -2), fake_cuda.launches[-1]
+    packed = heads // 4
+    tiles = 4 * -(-queries * packed // 128)
+    assert (told.num_splits, told.places) == (splits, splits * tiles)
+    assert told.grid == told.staying_blocks == min(told.places, SMS)
+    assert not any(told.maps[OUT])
+    assert told.maps[Q][2:8] == (5, 128, packed, queries, 4, 1) and told.maps[Q][12:15] == (64, packed, 128 // packed)
+    assert combine.binary[0] == "fwd_combine" and combine.grid[0] == queries * heads // (1 if splits > 8 else 8)
 
 
 @pytest.mark.parametrize(("length", "heads", "rounds"), [(5000, 2, 0), (5000, 16, 4), (30000, 16, 21)])

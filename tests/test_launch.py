@@ -38,6 +38,12 @@ def test_all_but_the_first_kernel_of_a_call_start_early(fake_cuda: Any) -> None:
     )
 
 
+def test_a_merge_starts_early_behind_whatever_is_in_front(fake_cuda: Any) -> None:
+    out, lse = (fake_cuda.ndarray(np.zeros(shape, "f"), 0) for shape in ((2, 5, 3, 40), (2, 3, 5)))
+    cf.merge_states([out, out], [lse, lse])
+    assert [(launched.binary[0], launched.is_early) for launched in fake_cuda.launches] == [("merge_states", True)]
+
+
 def test_a_merge_goes_on_from_what_the_launch_before_has_left(fake_cuda: Any) -> None:
     """In one piece of memory, which is that of no array of the call."""
     outs, lses = (

@@ -10,7 +10,7 @@ import pytest
 
 import cupyflash as cf
 from cupyflash._cuda import tiles
-from cupyflash._cuda.constants import HEAD_DIMS, BwdGeneric, FwdGeneric
+from cupyflash._cuda.constants import HEAD_DIMS, BwdGeneric, FwdGeneric, FwdSm90
 from cupyflash._cuda.device import KNOWN, Device
 from cupyflash._cuda.plan import backward as plan_backward
 from cupyflash._cuda.plan import forward as plan_forward
@@ -96,7 +96,7 @@ def test_hopper_sums_dq_in_order_if_asked_to_and_stores_it_where_keys_are_few(
 
 
 @pytest.mark.parametrize("arch", sorted(KNOWN))
-@pytest.mark.parametrize("size_class", ["16 rows", "32 rows", "64 rows"])
+@pytest.mark.parametrize("size_class", ["16 rows", "16 rows, many times", "32 rows", "64 rows", "few tiles"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("paged", [False, True])
 def test_few_queries_are_packed_by_heads_and_their_keys_split(
@@ -105,8 +105,12 @@ def test_few_queries_are_packed_by_heads_and_their_keys_split(
     for dim, features in ((128, Features(softcap=True)), (64, Features(alibi=True)), (64, Features(dropout=True))):
         plan = plan_forward(spec(dtype, dim, features=features, size_class=size_class, paged=paged), KNOWN[arch])
         c = plan.constants
-        assert isinstance(c, FwdGeneric) and c.is_split and c.is_paged == paged
-        assert c.packs_heads != features.differ_by_head
+        assert c.is_split
+        if arch == 90 and size_class == "few tiles" and dtype == "bfloat16" and not paged:
+            assert isinstance(c, FwdSm90)
+        else:
+            assert isinstance(c, FwdGeneric) and c.is_paged == paged
+            assert c.packs_heads != features.differ_by_head
         assert plan.combine is not None and str(plan.combine) in str(plan)
 
 

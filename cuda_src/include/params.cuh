@@ -91,7 +91,7 @@ struct FwdCombineParams {
   int rows;                     // of a head of those
   int heads;
   int head_dim_v;
-  int padding;
+  int all_rows;                 // of all heads
 };
 
 // What the copy engine knows of a [B, N, H, D] array and of the boxes that it moves; made by cuTensorMapEncodeTiled.
@@ -107,12 +107,16 @@ struct FwdSm90Params {
   TensorMap out_boxes;          // ... 16 rows; unused where out is stored by threads
   Problem problem;
   Scores scores;
-  Tensor out;                   // [B, Nq, Hq, Dv]
-  Tensor lse;                   // [B, Hq, Nq]
-  int places;                   // query tiles of all heads and batches
+  Tensor out;                   // [B, Nq, Hq, Dv], or of each split in float
+  Tensor lse;                   // [B, Hq, Nq], or of each split
+  int64 out_stride_split;
+  int64 lse_stride_split;
+  int num_splits;
+  int places;                   // query tiles of all heads, batches and splits
   int paired_heads;             // how many of the first heads have their tiles taken in pairs; even
   int heads_at_a_time;          // even
   int staying_blocks;           // that take tile after tile; those behind them take one each
+  int padding;
 };
 
 struct BwdPreprocessParams {

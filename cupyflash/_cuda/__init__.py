@@ -39,6 +39,7 @@ _L2_BYTES = 8 * 2**20  # of keys and values at a time: what L2 keeps of those be
 _ALIGN = 256  # bytes, of each part of a workspace
 # Where keys are split: how often blocks may fill the GPU, how well they do at the least, and the key tiles of a block.
 _MOST_ROUNDS, _ENOUGH_USE, _LEAST_TILES = 4, 0.95, 2
+_BYTES_COMING = 128 * 2**10  # of keys and values, on their way to a multiprocessor: more wait for each other
 
 
 def plan(spec: Spec, call: Call, *, backward: bool, override: object | None = None) -> Any:
@@ -63,67 +64,78 @@ def plan(spec: Spec, call: Call, *, backward: bool, override: object | None = No
 
 def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric | FwdSm90]) -> Work:
     """To write out and lse."""
-    c = plan.constants
-    schedule = Schedule(call.device)
-    if isinstance(c, FwdGeneric):
-        _forward_generic(schedule, spec, call, plan)
-    else:
-        blocks = _blocks(call, call.len_q, c.query_tile, spec.heads_q)
-        shared = (*problem(spec, call, c.query_tile, c.key_tile), *scores(spec, call))
-        written = (*rows(call.out), *per_row(call.lse))
-        refuse_blocks(plan, blocks)
-        boxes: list[int] = []
-        for view, box_rows in (
-            (call.q, c.query_tile),
-            (call.k, c.key_tile),
-            (call.v, c.key_tile),
-            (call.out, SM90_WARP_ROWS),
-        ):
-            has_boxes = view is not call.out or c.passes_out
-            boxes += tensor_map(_given(view), box_rows, call.device) if has_boxes else NO_MAP
-        tiles = tiles_of(call.len_q, c.query_tile, call)
-        staying, singles = _grid(spec, blocks, _device.of(call.device).sm_count)
-        order = *_order(spec, call, tiles, blocks, staying), staying
-        schedule.launch(plan, staying + singles, (*boxes, *shared, *written, blocks, *order))
+    schedule, launch = Schedule(call.device), _fwd_sm90 if isinstance(plan.constants, FwdSm90) else _fwd_generic
+    num_splits, split_len = _splits(spec, call, plan)
+    results = (*rows(call.out), *per_row(call.lse))
+    if not _is_merged(plan, num_splits):
+        launch(schedule, spec, call, plan, results, (0, 0, num_splits, split_len))
+        return schedule
+    # Of each split out [B, rows, H, Dv] and lse [B, H, rows], a head's rows side by side.
+    group, dim = _rows_of_query(spec, plan.constants), _partial_dim(spec)
+    heads, num_rows = spec.heads_q // group, call.len_q * group
+    all_rows = _sequences(call) * heads * num_rows
+    at, (out_bytes, _) = Blank("workspace"), _partial_bytes(spec, call, num_splits)
+    written = (at, heads * num_rows * dim, dim, num_rows * dim, at + _aligned(out_bytes), heads * num_rows, 1, num_rows)
+    strides = all_rows * dim, all_rows
+    launch(schedule, spec, call, plan, written, (*strides, num_splits, split_len))
+    combine = plan.combine
+    assert combine is not None
+    warps = combine.constants.warps
+    blocks = all_rows if num_splits > warps else -(-all_rows // warps)  # a warp a row, where splits are few
+    sizes = num_splits, group, num_rows, heads, spec.head_dim_v, all_rows
+    schedule.launch(combine, blocks, (*written, *results, *strides, *sizes))
     return schedule
 
 
-def _forward_generic(schedule: Schedule, spec: Spec, call: Call, plan: Plan[Any]) -> None:
-    c, combine = plan.constants, plan.combine
-    group = _rows_of_query(spec, c)
-    heads, row_blocks = spec.heads_q // group, _row_blocks(spec, call, c)
-    num_splits, split_len = _splits(call, plan, row_blocks)
-    results, strides = (*rows(call.out), *per_row(call.lse)), (0, 0)
-    written = results
-    if combine is not None:  # of each split out [B, rows, H, Dv] and lse [B, H, rows], a head's rows side by side
-        num_rows, dim = call.len_q * group, _partial_dim(spec)
-        lse_strides = heads * num_rows, num_rows
-        strides = _sequences(call) * heads * num_rows * dim, _sequences(call) * heads * num_rows
-        at, (out_bytes, _) = Blank("workspace"), _partial_bytes(spec, call, num_splits)
-        partial_out = at, lse_strides[0] * dim, dim, lse_strides[1] * dim
-        written = (*partial_out, at + _aligned(out_bytes), lse_strides[0], 1, lse_strides[1])
+def _fwd_sm90(
+    schedule: Schedule, spec: Spec, call: Call, plan: Plan[Any], written: tuple[Any, ...], split: tuple[Any, ...]
+) -> None:
+    c, (out_stride, lse_stride, num_splits, _) = plan.constants, split
+    blocks, group = _row_blocks(spec, call, c) * num_splits, _rows_of_query(spec, c)
+    shared = (*problem(spec, call, c.query_tile, c.key_tile, group), *scores(spec, call))
+    refuse_blocks(plan, blocks)
+    boxes: list[int] = []
+    for view, box_rows, box_group in (
+        (call.q, c.query_tile, group),
+        (call.k, c.key_tile, 1),
+        (call.v, c.key_tile, 1),
+        (call.out, SM90_WARP_ROWS, 1),
+    ):
+        has_boxes = view is not call.out or c.passes_out
+        boxes += tensor_map(_given(view), box_rows, call.device, box_group) if has_boxes else NO_MAP
+    tiles = tiles_of(call.len_q * group, c.query_tile, call)
+    staying, singles = _grid(spec, c, blocks, _device.of(call.device).sm_count)
+    order = num_splits, blocks, *_order(spec, call, tiles, blocks, staying), staying, 0
+    schedule.launch(plan, staying + singles, (*boxes, *shared, *written, out_stride, lse_stride, *order))
+
+
+def _fwd_generic(
+    schedule: Schedule, spec: Spec, call: Call, plan: Plan[Any], written: tuple[Any, ...], split: tuple[Any, ...]
+) -> None:
+    c, (out_stride, lse_stride, num_splits, split_len) = plan.constants, split
     table, pool = call.block_table, _given(call.k).shape
     pages = (0, 0) if table is None else (table.ptr, table.strides[0])
     page_sizes = (0, 0) if table is None else (pool[1], pool[0])
-    where = problem(spec, call, c.query_tile, c.key_tile, group)
+    where = problem(spec, call, c.query_tile, c.key_tile, _rows_of_query(spec, c))
     arrays = (*rows(call.q), *rows(call.k), *rows(call.v), *written)
-    split = (*pages, *strides, *page_sizes, num_splits, split_len)
-    schedule.launch(plan, row_blocks * num_splits, (*where, *scores(spec, call), *arrays, *split))
-    if combine is not None:
-        sizes = num_splits, group, call.len_q * group, heads, spec.head_dim_v, 0
-        blocks = _sequences(call) * heads * call.len_q * group
-        schedule.launch(combine, blocks, (*written, *results, *strides, *sizes))
+    of_split = (*pages, out_stride, lse_stride, *page_sizes, num_splits, split_len)
+    schedule.launch(plan, _row_blocks(spec, call, c) * num_splits, (*where, *scores(spec, call), *arrays, *of_split))
 
 
-def _rows_of_query(spec: Spec, c: FwdGeneric) -> int:
+def _rows_of_query(spec: Spec, c: FwdGeneric | FwdSm90) -> int:
     """Rows that a query has in a tile: the heads of a KV head, or one."""
     return spec.heads_q // spec.heads_kv if c.packs_heads else 1
 
 
-def _row_blocks(spec: Spec, call: Call, c: FwdGeneric) -> int:
+def _row_blocks(spec: Spec, call: Call, c: FwdGeneric | FwdSm90) -> int:
     """Blocks of one split."""
     group = _rows_of_query(spec, c)
     return _blocks(call, call.len_q * group, c.query_tile, spec.heads_q // group)
+
+
+def _is_merged(plan: Plan[Any], num_splits: int) -> bool:
+    """Whether partial results are left: one split is all, of fwd_generic's."""
+    return plan.combine is not None and (num_splits > 1 or isinstance(plan.constants, FwdSm90))
 
 
 def _partial_dim(spec: Spec) -> int:
@@ -138,7 +150,7 @@ def _partial_bytes(spec: Spec, call: Call, num_splits: int) -> tuple[int, int]:
     return numbers * _partial_dim(spec) * size, numbers * size
 
 
-def _splits(call: Call, plan: Plan[Any], row_blocks: int) -> tuple[int, int]:
+def _splits(spec: Spec, call: Call, plan: Plan[Any]) -> tuple[int, int]:
     """How many parts the keys have, and the length of each if it is given."""
     c = plan.constants
     if not c.is_split:
@@ -147,26 +159,38 @@ def _splits(call: Call, plan: Plan[Any], row_blocks: int) -> tuple[int, int]:
         return max(-(-call.len_k // call.split_len), 1), min(call.split_len, _plan.MAX_LENGTH)
     if call.num_splits:
         return call.num_splits, 0
-    device = _device.of(call.device)
-    at_once = device.sm_count * max(min(c.blocks_per_sm, device.smem_bytes // c.smem_bytes), 1)
-    most = max(call.len_k // (_LEAST_TILES * c.key_tile), 1)
-    counts = range(1, min(most, -(-_MOST_ROUNDS * at_once // max(row_blocks, 1))) + 1)
-    return max(counts, key=lambda count: (min(_use(row_blocks * count, at_once), _ENOUGH_USE), -count)), 0
+    device, row_blocks, len_k = _device.of(call.device), _row_blocks(spec, call, c), call.len_k
+    if spec.packed:  # as if all sequences were of the lengths that are given; else of those of all together
+        group = _rows_of_query(spec, c)
+        typical = -(-(call.max_seqlen_q or call.len_q) * group // c.query_tile) * call.batch * spec.heads_q // group
+        row_blocks, len_k = min(row_blocks, typical), min(len_k, call.max_seqlen_k or len_k)
+    tiles = max(-(-len_k // c.key_tile), 1)
+    of_one = max(min(getattr(c, "blocks_per_sm", 1), device.smem_bytes // c.smem_bytes), 1)  # multiprocessor
+    enough = min(of_one, -(-_BYTES_COMING // (c.key_tile * (c.head_dim + c.head_dim_v) * ITEM_BYTES[spec.dtype])))
+    most = max(tiles // _LEAST_TILES, 1)
+
+    def use(count: int) -> float:
+        """The share of the GPU's places that so many splits fill, were blocks to come and go in rounds."""
+        rounds = -(-row_blocks * count // (device.sm_count * of_one))
+        of_block = -(-tiles // count) + (rounds > 1)  # as if by one: behind others a block begins with nothing loaded
+        places = device.sm_count * (enough if rounds <= 1 else rounds * of_one)
+        return min(row_blocks * tiles / (places * of_block), _ENOUGH_USE)
+
+    counts = range(1, min(most, -(-_MOST_ROUNDS * device.sm_count * of_one // max(row_blocks, 1))) + 1)
+    return max(counts, key=lambda count: (use(count), -count)), 0
 
 
-def _use(blocks: int, at_once: int) -> float:
-    """The share of a GPU's places that such blocks fill, were they to come and go in rounds."""
-    return blocks / (max(-(-blocks // at_once), 1) * at_once)
-
-
-def _grid(spec: Spec, tiles: int, sm_count: int) -> tuple[int, int]:
+def _grid(spec: Spec, c: FwdSm90, tiles: int, sm_count: int) -> tuple[int, int]:
     """How many blocks take tile after tile, loading ahead, and how many behind them one each.
 
     Nobody knows the lengths of packed sequences. So a quarter of their tiles is handed out by the hardware, one by one
-    as multiprocessors become free, which evens out what the blocks that stay have got.
+    as multiprocessors become free, which evens out what the blocks that stay have got; of split keys all of them, as
+    there is hardly one for each multiprocessor, and places without a tile lie between.
     """
     if not spec.packed:
         return min(tiles, sm_count), 0
+    if c.is_split:
+        return 0, tiles
     rounds = tiles * 3 // 4 // sm_count
     return sm_count if rounds else 0, tiles - rounds * sm_count
 
@@ -194,10 +218,8 @@ def workspace_bytes(spec: Spec, call: Call, *, backward: bool) -> int:
 def plan_bytes(spec: Spec, call: Call, plan: Plan[Any] | BackwardPlan) -> int:
     """What a call by this plan uses of its workspace."""
     if not isinstance(plan, BackwardPlan):
-        if plan.combine is None:
-            return 0
-        num_splits, _ = _splits(call, plan, _row_blocks(spec, call, plan.constants))
-        return sum(map(_aligned, _partial_bytes(spec, call, num_splits)))
+        num_splits, _ = _splits(spec, call, plan)
+        return sum(map(_aligned, _partial_bytes(spec, call, num_splits))) if _is_merged(plan, num_splits) else 0
     return sum(_aligned(size) for size in _workspace_parts(spec, call, plan))
 
 

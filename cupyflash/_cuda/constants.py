@@ -72,7 +72,8 @@ def _statistics_bytes(rows: int) -> int:
     return -(-(8 * rows + 8) // 16) * 16
 
 
-_TILES, _TILE_BYTES = 4, 136  # of what fwd_sm90 publishes at a time: its kTiles and sizeof(Tile)
+# Of what fwd_sm90 publishes at a time: its kTiles, and sizeof(Tile), of packed heads too.
+_TILES, _TILE_BYTES = 4, (136, 144)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ class FwdSm90(_Scores):
     """`fwd_sm90.cu`."""
 
     out_element: str
+    packs_heads: bool  # rows are (query, head): all heads of a KV head in one tile
+    is_split: bool  # over blocks, whose partial results fwd_combine merges
     is_bounded: bool  # softcap keeps scores so close that a row's first maximum serves all of it
     query_stages: int
     stages: int
@@ -90,13 +93,13 @@ class FwdSm90(_Scores):
         out = self.query_tile * self.head_dim_v if self.passes_out else 0
         tiles = q + self.stages * self.key_tile * (self.head_dim + self.head_dim_v) + out
         bias = ITEM_BYTES[self.bias_element] * self.query_tile * self.key_tile if self.has_bias else 0
-        barriers, published = 8 * (2 * self.query_stages + 4 * self.stages + 2 * _TILES), _TILE_BYTES * _TILES
-        return -(-(2 * tiles + bias + barriers + published) // 1024) * 1024
+        barriers, published = 8 * (2 * self.query_stages + 4 * self.stages + 2 * _TILES), _TILE_BYTES[self.packs_heads]
+        return -(-(2 * tiles + bias + barriers + published * _TILES) // 1024) * 1024
 
     @property
     def passes_out(self) -> bool:
         """Whether `out` leaves through shared memory, in boxes."""
-        return self.out_element == self.element and self.head_dim_v <= 128
+        return not self.is_split and self.out_element == self.element and self.head_dim_v <= 128
 
 
 @dataclass(frozen=True, slots=True)

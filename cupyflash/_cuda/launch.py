@@ -1,7 +1,8 @@
 """The only caller of a kernel.
 
 All but the first kernel of a call may start before the one in front of them is done (programmatic dependent launch, on
-sm_90 and later): they wait for it themselves, `ptx/griddepcontrol.cuh`, so that only the starting overlaps.
+sm_90 and later): they wait for it themselves, `ptx/griddepcontrol.cuh`, so that only the starting overlaps. So may a
+merge, whatever is in front. Other first kernels have so many blocks that they would stand in the way of what is left.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Launch:
 
 
 class EarlyLaunch(Launch):
-    """The same of a kernel behind another one of its call, which may start before that one is done."""
+    """The same of a kernel that may start before the one in front of it is done."""
 
     __slots__ = ()
 
@@ -65,7 +66,8 @@ class Schedule:
     def launch(self, plan: Plan[Any], blocks: int, values: tuple[Any, ...]) -> None:
         """Add a launch of `blocks` blocks with this struct; nothing for none."""
         if blocks:
-            is_early = bool(self.steps) and plan.arch >= _EARLY_ARCH and driver.launches_early()
+            may_be_early = bool(self.steps) or plan.kernel == "merge_states"
+            is_early = may_be_early and plan.arch >= _EARLY_ARCH and driver.launches_early()
             self.steps.append((EarlyLaunch if is_early else Launch)(plan, blocks, values, self.device))
 
     def __call__(self, given: FilledIn, stream: int) -> None:

@@ -111,7 +111,7 @@ STRUCTS: dict[str, Fields] = {
         ("rows", "i"),
         ("heads", "i"),
         ("head_dim_v", "i"),
-        ("padding", "i"),
+        ("all_rows", "i"),
     ),
     "TensorMap": TENSOR_MAP,
     "FwdSm90Params": (
@@ -123,10 +123,14 @@ STRUCTS: dict[str, Fields] = {
         ("scores", SCORES),
         ("out", TENSOR),
         ("lse", TENSOR),
+        ("out_stride_split", "q"),
+        ("lse_stride_split", "q"),
+        ("num_splits", "i"),
         ("places", "i"),
         ("paired_heads", "i"),
         ("heads_at_a_time", "i"),
         ("staying_blocks", "i"),
+        ("padding", "i"),
     ),
     "BwdPreprocessParams": (
         ("problem", PROBLEM),

@@ -96,7 +96,7 @@ class Plan(Generic[C]):
     def combine(self) -> Plan[FwdCombine] | None:
         """The kernel that merges partial results, if this one leaves some."""
         c = self.constants
-        if not isinstance(c, FwdGeneric) or not c.is_split:
+        if not isinstance(c, (FwdGeneric, FwdSm90)) or not c.is_split:
             return None
         return Plan(
             FwdCombine(accum_of(c.element), c.out_element, c.head_dim_v), self.arch, "out and lse of all splits"
@@ -263,24 +263,43 @@ def legal_forward(spec: Spec, device: Device) -> Iterator[Plan[Any]]:
     note = ""
     features = spec.features
     own: dict[str, Any] = {"out_element": spec.out_dtype, "is_paged": spec.paged}
-    if spec.size_class in tiles.FWD_FEW:
-        rows = _rows((tiles.FWD_PAGES if spec.paged else tiles.FWD_FEW)[spec.size_class], spec)
+    few = tiles.FWD_PAGES if spec.paged else tiles.FWD_FEW
+    if spec.size_class in few:
+        if device.arch == 90 and spec.size_class == "few tiles" and why_not_sm90(spec) is None:
+            for table in (tiles.FWD_SM90_SMALL, tiles.FWD_SM90):
+                plans = _sm90_forwards(spec, device, table, "; of few tiles, whose keys are split", is_split=True)
+                yield from (_with_packed_heads(plan, spec) for plan in plans)
         packed = {"packs_heads": not features.differ_by_head, "is_split": True}
-        yield from _fitting(FwdGeneric, rows, spec, device, "; of few queries, whose keys are split", **own, **packed)
+        why = "; of few queries, whose keys are split"
+        yield from _fitting(FwdGeneric, _rows(few[spec.size_class], spec), spec, device, why, **own, **packed)
     if device.arch == 90:
         why_not = why_not_sm90(spec)
         if why_not is None:
-            dim, dim_v = (next(n for n in SM90_HEAD_DIMS if real <= n) for real in (spec.head_dim, spec.head_dim_v))
-            sizes: dict[str, Any] = {"head_dim": dim, "head_dim_v": dim_v, "out_element": spec.out_dtype}
-            sizes["is_bounded"] = _is_bounded(spec)
             if spec.size_class in ("short", "few keys"):
-                rows = tiles.FWD_SM90_SMALL.get(max(dim, dim_v), [])
-                yield from _fitting(FwdSm90, rows, spec, device, "; of few keys or queries", **sizes)
-            yield from _fitting(FwdSm90, tiles.FWD_SM90[max(dim, dim_v)], spec, device, **sizes)
+                yield from _sm90_forwards(spec, device, tiles.FWD_SM90_SMALL, "; of few keys or queries")
+            yield from _sm90_forwards(spec, device, tiles.FWD_SM90)
         else:
             note = f"; not fwd_sm90: {why_not}"
     unpacked = {"packs_heads": False, "is_split": spec.split}
     yield from _fitting(FwdGeneric, _rows(tiles.FWD, spec), spec, device, note, **own, **unpacked)
+
+
+def _sm90_forwards(
+    spec: Spec, device: Device, table: dict[int, list[tiles.Sm90Tile]], note: str = "", is_split: bool = False
+) -> Iterator[Plan[Any]]:
+    """By fwd_sm90, in the tiles of a table that has a tile for this head dim or none."""
+    dim, dim_v = (next(n for n in SM90_HEAD_DIMS if real <= n) for real in (spec.head_dim, spec.head_dim_v))
+    sizes: dict[str, Any] = {"head_dim": dim, "head_dim_v": dim_v, "out_element": spec.out_dtype, "is_split": is_split}
+    sizes |= {"packs_heads": False}
+    sizes["is_bounded"] = _is_bounded(spec)
+    yield from _fitting(FwdSm90, table.get(max(dim, dim_v), []), spec, device, note, **sizes)
+
+
+def _with_packed_heads(plan: Plan[Any], spec: Spec) -> Plan[Any]:
+    """Where a group's heads share their scores' changes, and whole queries fill a tile."""
+    group = spec.heads_q // spec.heads_kv
+    packs = group > 1 and plan.constants.query_tile % group == 0 and not spec.features.differ_by_head
+    return replace(plan, constants=replace(plan.constants, packs_heads=packs))
 
 
 Gradients = tuple[Plan[Any], Plan[Any] | None]  # the main kernel, and dq's if it has one

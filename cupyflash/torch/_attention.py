@@ -10,7 +10,7 @@ from torch.autograd.forward_ad import unpack_dual
 from cupyflash import _check
 from cupyflash._attention import AttnOutput
 from cupyflash._errors import UnsupportedError, refusal
-from cupyflash.torch._operators import attn_fwd
+from cupyflash.torch import _operators
 
 Tensor = torch.Tensor
 
@@ -68,7 +68,7 @@ def attention(
     seqs = _sequences(q, cu_seqlens_q)
     if seed is None and dropout_p:
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
-    out, lse = attn_fwd(
+    out, lse = _operators.forward(
         q, k, v, bias, sink, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table,
         _tensor("q_start", q_start, seqs, q, absent=None), _tensor("k_start", k_start, seqs, q, absent=0),
         _tensor("seed", seed, 1, q, absent=None), _tensor("offset", offset, 1, q, absent=0),

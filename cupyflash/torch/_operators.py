@@ -22,6 +22,7 @@ _ARRAYS = (
     "bias", "sink", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "q_start", "k_start",
     "seed", "offset",
 )  # fmt: skip
+_DIFFERENTIABLE = 5
 _INPUTS = ", ".join(["Tensor q", "Tensor k", "Tensor v", *(f"Tensor? {name}" for name in _ARRAYS)])
 _OPTIONS = (
     "str layout, float? scale, str causal, int? window_left, int? window_right, float? softcap, float dropout_p, "
@@ -108,28 +109,51 @@ def _backward_shapes(
     return [like.new_empty(like.shape) for like in (q, k, v, bias, sink) if like is not None]
 
 
-# What records a graph.
+# What records a graph. `torch.library.register_autograd` would, and look at the schema of 28 arguments each time.
 
 
-def _save(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]
-) -> None:
-    if inputs[3 + _ARRAYS.index("block_table")] is not None:
-        accepted = "with pages no input may require grad: a gradient to pools of pages does not exist"
-        raise UnsupportedError(refusal("attn_fwd", "block_table", "is given", accepted))
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs, *output)
-    ctx.options = keyword_only_inputs
+def _is_recorded(given: tuple[Tensor | None, ...]) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given[:_DIFFERENTIABLE])
 
 
-def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, out, lse = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    q, k, v, bias, sink, *others = inputs
-    wanted = q, k, v, bias if ctx.needs_input_grad[3] else None, sink  # a mask has no use for the time that dbias takes
-    bias_grad = wanted[3] is not None
-    given = iter(attn_bwd(dout, dlse, out, lse, *inputs, **ctx.options, bias_grad=bias_grad))
-    return (*(None if like is None else next(given) for like in wanted), *([None] * len(others)))
+def forward(*given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    """`attn_fwd`, straight to what computes where no graph is recorded."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _is_recorded(given):
+        return attn_fwd(*given, **options)
+    with torch._C._AutoDispatchBelowAutograd():
+        return attn_fwd(*given, **options)
+
+
+def _record(keys: Any, *given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    keys &= torch._C._after_autograd_keyset
+    if _is_recorded(given):
+        return _Recorded.apply(keys, options, *given)
+    with torch._C._AutoDispatchBelowAutograd():
+        return attn_fwd.redispatch(keys, *given, **options)
+
+
+class _Recorded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, keys: Any, options: dict[str, Any], *given: Tensor | None) -> tuple[Tensor, Tensor]:
+        if given[3 + _ARRAYS.index("block_table")] is not None:
+            accepted = "with pages no input may require grad: a gradient to pools of pages does not exist"
+            raise UnsupportedError(refusal("attn_fwd", "block_table", "is given", accepted))
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = attn_fwd.redispatch(keys, *given, **options)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*given, out, lse)
+        ctx.options = options
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        *given, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        q, k, v, bias, sink, *others = given
+        wanted = q, k, v, bias if ctx.needs_input_grad[5] else None, sink  # a mask needs not the time that dbias takes
+        bias_grad = wanted[3] is not None
+        grads = iter(attn_bwd(dout, dlse, out, lse, *given, **ctx.options, bias_grad=bias_grad))
+        return (None, None, *(None if like is None else next(grads) for like in wanted), *([None] * len(others)))
 
 
 def _save_nothing(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
@@ -165,7 +189,7 @@ _library.impl("kv_append", _append_and_count, "ADInplaceOrView", with_keyset=Tru
 torch.library.register_fake("cupyflash::kv_append", lambda *given: None, lib=_library)
 torch.library.register_fake("cupyflash::attn_fwd", _forward_shapes, lib=_library)
 torch.library.register_fake("cupyflash::attn_bwd", _backward_shapes, lib=_library)
-torch.library.register_autograd("cupyflash::attn_fwd", _gradients, setup_context=_save, lib=_library)
+_library.impl("attn_fwd", _record, "Autograd", with_keyset=True)
 torch.library.register_autograd(
     "cupyflash::attn_bwd", _refuse_second_gradient, setup_context=_save_nothing, lib=_library
 )

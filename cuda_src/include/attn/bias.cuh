@@ -42,6 +42,15 @@ struct Bias {
   }
 };
 
+// Blocks count heads batch row by batch row. Those of a bias that all batch rows share come side by side instead, so that L2 has it for all of
+// them: the number of a block as find_work counts it.
+template <bool kHasBias>
+__device__ __forceinline__ int in_order_of_bias(const Problem& p, const Scores& scores, int number, int tiles, int heads) {
+  if (!kHasBias || scores.bias_stride_b != 0) return number;
+  const int place = number / tiles, head = place % p.batch * heads + place / p.batch;
+  return head * tiles + number % tiles;
+}
+
 // A tile's, in registers.
 template <class T, int kM, int kN>
 struct BiasFragment {

@@ -6,10 +6,52 @@
 
 namespace cf::attn {
 
-// A tile whose first element is (query, key), by kThreads threads, in copies of kBytes. Other queries and keys than those of the sequence
-// become zeros, and are never read.
+// A tile's chunks of 16 bytes as kThreads threads copy them, some lanes to a row and all again further down.
+template <class Tile, int kThreads>
+struct Chunks {
+  using T = typename Tile::Type;
+  static constexpr int kLanes = Tile::kChunks % 8 == 0 ? 8 : 4, kRowStep = kThreads / kLanes;  // lanes of a row, rows at once
+  static constexpr int kPasses = ceil_div(Tile::kChunks, kLanes), kAlong = kLanes * Tile::kChunk;  // over a row
+  static_assert(Tile::kRows % 8 == 0 && kRowStep <= 8);
+  int row, col;  // where this thread begins
+
+  __device__ __forceinline__ explicit Chunks(int thread) : row(thread / kLanes), col(thread % kLanes * Tile::kChunk) {}
+
+  // `src`: where this thread begins in global memory. `rows`, `keys`: that there are from the tile's first on. Others become zeros, and are never
+  // read.
+  __device__ __forceinline__ void copy(Tile& tile, const T* src, int64 stride, int rows, int keys) const {
+    if (rows >= Tile::kRows && keys >= Tile::kCols) copy_whole(tile, src, stride);
+    else copy_part(tile, src, stride, rows, keys);
+  }
+  // The eighth row after another has its chunks in the same order, so few addresses serve for all.
+  __device__ __forceinline__ void copy_whole(Tile& tile, const T* src, int64 stride) const {
+#pragma unroll 1
+    for (int begin = 0; begin < 8; begin += kRowStep)
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        if (Tile::kChunks % kLanes != 0 && col + i * kAlong >= Tile::kCols) break;
+        const uint32 dst = ptx::shared_address(tile.at(row + begin, col + i * kAlong));
+        const T* from = src + begin * stride + i * kAlong;
+#pragma unroll
+        for (int down = 0; down < Tile::kRows; down += 8, from += 8 * stride)
+          ptx::cp_async<16>(dst + down * Tile::kCols * sizeof(T), from, 16);
+      }
+  }
+  __device__ __forceinline__ void copy_part(Tile& tile, const T* src, int64 stride, int rows, int keys) const {
+#pragma unroll 1
+    for (int down = 0; down < Tile::kRows; down += kRowStep, src += kRowStep * stride)
+#pragma unroll 1
+      for (int along = 0; col + along < Tile::kCols; along += kAlong) {
+        const int valid = row + down < rows ? clamp(keys - col - along, 0, Tile::kChunk) : 0;
+        ptx::cp_async<16>(ptx::shared_address(tile.at(row + down, col + along)), src + along, valid * static_cast<int>(sizeof(T)));
+      }
+  }
+};
+
+// A tile whose first element is (query, key), by kThreads threads, in copies of single elements or, of less than four bytes, of two. Other
+// queries and keys than those of the sequence become zeros, and are never read.
 template <int kBytes, int kThreads, class T, class Tile>
-__device__ __forceinline__ void copy_bias(Tile& tile, const Bias<T>& bias, int query, int key, int len_q, int len_k, int thread) {
+__device__ __forceinline__ void copy_elements(Tile& tile, const Bias<T>& bias, int query, int key, int len_q, int len_k, int thread) {
   constexpr int kCount = kBytes / sizeof(T), kCopies = Tile::kCols / kCount;  // elements of a copy, copies of a row
 #pragma unroll(kBytes < 4 ? 4 : 1)
   for (int i = thread; i < Tile::kRows * kCopies; i += kThreads) {
@@ -26,13 +68,13 @@ template <int kThreads, class T, class Tile>
 __device__ __forceinline__ void load_bias(Tile& tile, ptx::Barrier& full, const Bias<T>& bias, int query, int key, int len_q, int len_k,
                                           int thread) {
   constexpr int kBytes = sizeof(T), kLeast = max_of(4, kBytes);
-  const uint64 alignment = reinterpret_cast<uint64>(bias.data) | uint64(bias.stride_q) * sizeof(T);
-  if (bias.stride_k == 1 && alignment % 16 == 0) {
-    copy_bias<16, kThreads>(tile, bias, query, key, len_q, len_k, thread);
-  } else if (kBytes == kLeast || (bias.stride_k == 1 && alignment % kLeast == 0)) {
-    copy_bias<kLeast, kThreads>(tile, bias, query, key, len_q, len_k, thread);
+  if (bias.has_chunks) {
+    const Chunks<Tile, kThreads> chunks(ptx::settled(thread));  // settled: addresses are made here, not kept in registers that are not there
+    chunks.copy(tile, bias.at(query + chunks.row, key + chunks.col), bias.stride_q, len_q - query, len_k - key);
+  } else if (kBytes == kLeast || bias.has_pairs) {
+    copy_elements<kLeast, kThreads>(tile, bias, query, key, len_q, len_k, thread);
   } else {  // one by one, which no asynchronous copy does
-    copy_bias<kBytes, kThreads>(tile, bias, query, key, len_q, len_k, thread);
+    copy_elements<kBytes, kThreads>(tile, bias, query, key, len_q, len_k, thread);
     ptx::mbarrier_arrive(full);
     return;
   }
@@ -43,7 +85,7 @@ __device__ __forceinline__ void load_bias(Tile& tile, ptx::Barrier& full, const 
 template <class T, int kKeys>
 struct BiasRows {
   using Tile = tile::Shared<T, 16, kKeys>;
-  static constexpr int kLanes = Tile::kChunks % 8 == 0 ? 8 : 4, kRowStep = kWarpSize / kLanes;  // lanes of a row
+  using WarpChunks = Chunks<Tile, kWarpSize>;
   bool has_chunks = false;  // else they cannot come so
   const T* src;             // the lane's first chunk of the next tile
   int64 stride;
@@ -51,30 +93,15 @@ struct BiasRows {
 
   BiasRows() = default;
   __device__ __forceinline__ BiasRows(const Bias<T>& bias, int query, int key, int len_q)
-      : has_chunks(bias.has_chunks), src(bias.at(query + first_row(), key + first_col())), stride(bias.stride_q), rows(len_q - query) {}
-  __device__ __forceinline__ static int first_row() { return warp::lane() / kLanes; }
-  __device__ __forceinline__ static int first_col() { return warp::lane() % kLanes * Tile::kChunk; }
-
-  // `keys`: that there are from the tile's first on. Others, and other rows, become zeros, and are never read.
+      : has_chunks(bias.has_chunks), stride(bias.stride_q), rows(len_q - query) {
+    const WarpChunks chunks(warp::lane());
+    src = bias.at(query + chunks.row, key + chunks.col);
+  }
+  // `keys`: that there are from the tile's first on.
   __device__ __forceinline__ void copy_next(Tile& tile, int keys) {
-    if (rows >= 16 && keys >= kKeys) copy<true>(tile, keys);
-    else copy<false>(tile, keys);
+    WarpChunks(warp::lane()).copy(tile, src, stride, rows, keys);
     ptx::cp_async_commit();
     src -= kKeys;
-  }
-  template <bool kIsWhole>
-  __device__ __forceinline__ void copy(Tile& tile, int keys) const {
-#pragma unroll
-    for (int down = 0; down < 16; down += kRowStep) {
-      const int row = first_row() + down, live = row < rows ? keys - first_col() : 0;
-#pragma unroll
-      for (int i = 0; i < ceil_div(Tile::kChunks, kLanes); ++i) {
-        const int along = i * kLanes * Tile::kChunk, col = first_col() + along;
-        if (Tile::kChunks % kLanes != 0 && col >= kKeys) break;
-        const int valid = kIsWhole ? 16 : clamp(live - along, 0, Tile::kChunk) * static_cast<int>(sizeof(T));
-        ptx::cp_async<16>(ptx::shared_address(tile.at(row, col)), src + down * stride + along, valid);
-      }
-    }
   }
 };
 // What they are then, as an accumulator of queries x keys has it.

@@ -84,6 +84,12 @@ struct PackedBand : Band<kIsMasked> {
   __device__ __forceinline__ PackedBand(const Problem& p, const Sequence& s) : Band<kIsMasked>(p, s), group(p.heads_q / p.heads_kv) {
     this->len_q *= group;
   }
+  __device__ __forceinline__ PackedBand uniform() const {
+    PackedBand band = *this;
+    static_cast<Band<kIsMasked>&>(band) = Band<kIsMasked>::uniform();
+    band.group = warp::uniform(group);
+    return band;
+  }
   __device__ __forceinline__ Range keys_of(int begin, int end) const {
     if (begin >= end) return {0, 0};
     return Band<kIsMasked>::keys_of(begin / group, (end - 1) / group + 1);

@@ -89,12 +89,15 @@ __device__ __forceinline__ Work find_work(const Problem& p, int block) {
     return w;
   }
   const int lane = threadIdx.x % kWarpSize;
+  const auto tiles_of = [&](int index) {
+    if (index >= p.batch + 2) return 0;
+    const Sequence s = packed_sequence(p, index);
+    return ceil_div(kQueries ? s.len_q * group : s.all_k, kTile);
+  };
+  int next_count = tiles_of(lane);
   for (int base = 0; base < p.batch + 2; base += kWarpSize) {
-    int count = 0;
-    if (base + lane < p.batch + 2) {
-      const Sequence s = packed_sequence(p, base + lane);
-      count = ceil_div(kQueries ? s.len_q * group : s.all_k, kTile);
-    }
+    const int count = next_count;
+    next_count = tiles_of(base + kWarpSize + lane);  // on their way meanwhile
     int upto = count;
 #pragma unroll
     for (int d = 1; d < kWarpSize; d *= 2) {

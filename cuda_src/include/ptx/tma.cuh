@@ -1,5 +1,5 @@
-// Bulk copies between global and shared memory by the copy engine (sm_90): floats in a row, and boxes of a 4-D tensor (column, row, head, batch),
-// whose rows arrive swizzled as the map says. What lies outside the tensor arrives as zeros, and is not written.
+// Bulk copies between global and shared memory by the copy engine (sm_90): floats in a row, and boxes of a 4-D tensor (column, row, head, batch) or
+// a 5-D one (column, head of a group, row, group, batch), whose rows arrive swizzled as the map says. What lies outside the tensor arrives as zeros, and is not written.
 #pragma once
 #include "params.cuh"
 #include "ptx/mbarrier.cuh"
@@ -11,6 +11,11 @@ __device__ __forceinline__ void tma_load(void* dst, const TensorMap& map, Barrie
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(
           shared_address(dst)), "l"(&map), "r"(col), "r"(row), "r"(head), "r"(batch), "r"(shared_address(&barrier)) : "memory");
+}
+__device__ __forceinline__ void tma_load(void* dst, const TensorMap& map, Barrier& barrier, int col, int head, int row, int group, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(
+          shared_address(dst)), "l"(&map), "r"(col), "r"(head), "r"(row), "r"(group), "r"(batch), "r"(shared_address(&barrier)) : "memory");
 }
 __device__ __forceinline__ void tma_store(const TensorMap& map, const void* src, int col, int row, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map), "r"(col), "r"(row),

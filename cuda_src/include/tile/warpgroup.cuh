@@ -39,6 +39,15 @@ __device__ __forceinline__ void load(Panels<T, kPanels, kTileRows>& tile, const 
   for (int panel = 0; panel < kPanels; ++panel) ptx::tma_load(tile[panel], map, full, panel * kPanel, row, head, batch);
 }
 
+// The same of rows that are (query, head of a group), from a map that has the heads of a group as an axis.
+template <class T, int kPanels, int kTileRows>
+__device__ __forceinline__ void load_heads(Panels<T, kPanels, kTileRows>& tile, const TensorMap& map, ptx::Barrier& full, int query, int group,
+                                           int batch) {
+  ptx::mbarrier_expect(full, sizeof(tile));
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) ptx::tma_load(tile[panel], map, full, panel * kPanel, 0, query, group, batch);
+}
+
 // 16 columns of an accumulator as pairs of 16 bits: an operand of the next product.
 template <class T, int kN>
 __device__ __forceinline__ void pack_pairs(uint32 (&pairs)[4], const warp::Fragment<1, kN>& f, int step) {
