@@ -666,10 +666,8 @@ def _describe(
         group = 1 if features.differ_by_head else sizes["Hq"] // sizes["Hkv"]
         if typical_q <= FEW_QUERIES:
             size_class = _few_rows(typical_q * group, sizes["B"] * sizes["Hq"] // group)
-        elif (
-            typical_k >= max(MANY_KEYS, 4 * typical_q) and sizes["B"] * sizes["Hq"] * -(-typical_q // 128) <= FEW_TILES
-        ):
-            size_class = "64 rows" if typical_q * group <= 64 else "few tiles"
+        elif typical_k >= max(MANY_KEYS, 4 * typical_q):
+            size_class = _few_tiles(typical_q, group, sizes["B"] * sizes["Hq"]) or size_class
     # Options of the other direction only are left out, so that no backend refuses a call for what it will not do.
     return Spec(
         dtype=arrays["q"].dtype,
@@ -707,6 +705,16 @@ def _few_rows(rows: int, blocks: int) -> str:
     if rows <= 16:
         return "16 rows" if blocks <= MANY_BLOCKS else "16 rows, many times"
     return "32 rows" if rows <= 32 else "64 rows"
+
+
+def _few_tiles(len_q: int, group: int, heads: int) -> str | None:
+    """The class of a forward of few tiles, if these are: heads packed where that leaves fewer."""
+    tiles = -(-len_q // 128)
+    if heads * tiles > FEW_TILES:
+        return None
+    if len_q * group <= 64:
+        return "64 rows"
+    return "few tiles, packed" if -(-len_q * group // 128) < group * tiles else "few tiles"
 
 
 def _dbias_dtype(arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) -> str | None:

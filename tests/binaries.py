@@ -91,6 +91,7 @@ SPLITS: tuple[tuple[str, int, str, dict[str, Any]], ...] = (
     ("bfloat16", 256, "64 rows", {"paged": True}),
     ("bfloat16", 64, "32 rows", {"features": Features(alibi=True, dropout=True)}),
     ("bfloat16", 128, "few tiles", {}),
+    ("bfloat16", 128, "few tiles, packed", {}),
     ("bfloat16", 96, "normal", {"split": True, "paged": True}),
     ("float32", 128, "16 rows", {"paged": True}),
     ("float64", 64, "16 rows", {"paged": True}),
@@ -142,7 +143,7 @@ def cover(device: Device) -> dict[str, Plan[Any]]:
 def hopper_forwards(device: Device, *, are_all: bool) -> dict[str, Plan[Any]]:
     """Name to plan: fwd_sm90 in every tile that a call can get, with each change of scores that fills its registers.
 
-    Without a mask, which takes registers too, with a few of them, or all.
+    Without a mask, which takes registers too, and with split keys, with a few of them, or all.
     """
     changes: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -155,12 +156,17 @@ def hopper_forwards(device: Device, *, are_all: bool) -> dict[str, Plan[Any]]:
         "dropout": {"dropout": True},
         "everything": {"softcap": True, "alibi": True, "bias": True, "dropout": True},
     }
-    shapes, classes = ((64, 64), (128, 128), (192, 192), (192, 128), (256, 256)), ("normal", "few keys")
+    shapes = (64, 64), (128, 128), (192, 192), (192, 128), (256, 256)
+    classes = "normal", "few keys", "few tiles", "few tiles, packed"
     found: dict[Any, tuple[str, Plan[Any]]] = {}
     for dims, (name, switches), mask, size_class in itertools.product(shapes, changes.items(), Mask, classes):
-        if mask is Mask.NONE and name not in ("plain", "negative scale", "softcap") and not are_all:
+        is_split = size_class.startswith("few tiles")
+        if mask is Mask.NONE and (is_split or name not in ("plain", "negative scale", "softcap")) and not are_all:
             continue
-        for bias in ("bfloat16", "float32", "float64") if "bias" in switches else (None,):
+        if is_split and name not in ("plain", "softcap", "bias", "everything") and not are_all:
+            continue
+        biases = ("bfloat16",) if is_split else ("bfloat16", "float32", "float64")
+        for bias in biases if "bias" in switches else (None,):
             asked = spec("bfloat16", *dims, Features(**switches), mask=mask, bias_dtype=bias, size_class=size_class)
             plan = plan_forward(asked, device)
             assert plan.kernel == "fwd_sm90", plan.why

@@ -45,6 +45,21 @@ def test_decoding_is_timed_beside_its_peers_on_the_same_keys(tmp_path: Path, mon
     assert "| 2 x 192 | math |" in compare.markdown(compare.load(file))
 
 
+def test_the_hosts_time_of_every_kind_of_call_is_held_to_torchs(tmp_path: Path) -> None:
+    from benchmarks import host
+
+    file = tmp_path / "host.jsonl"
+    host.main(["--device", "cpu", "--reps", "2", "--json", str(file)])
+    _, *rows, _ = map(json.loads, file.read_text("utf-8").splitlines())
+    assert {row["call"] for row in rows} == {
+        "forward, torch tensors",
+        "forward, prepared",
+        "torch operator",
+        host.RECORDED,
+    }
+    assert all(row["us"] > 0 and row["ratio"] > 0 and row["limit"] > 0 for row in rows)
+
+
 def test_a_cascade_is_timed_beside_its_keys_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import cascade
 

@@ -76,6 +76,7 @@ def _run(backend: Backend, arrays: Any, options: dict[str, Any]) -> tuple[np.nda
         # Of these the tiles of queries are few, and keys many.
         ("bfloat16", 100, 2, 2311, (128, 128)),
         ("float16", 33, 8, 2100, (96, 64)),
+        ("bfloat16", 65, 4, 2501, (128, 128)),
         ("bfloat16", 150, 1, 2048, (256, 256)),
         ("bfloat16", 200, 3, 3001, (64, 64)),
         ("float16", 17, 1, 2049, (192, 128)),
@@ -98,6 +99,7 @@ def test_few_queries_are_as_close_to_the_reference_as_plain_operations(
     ("lengths_q", "lengths_k", "group", "dim"),
     [
         ((65, 0, 128, 1), (2500, 700, 31, 4099), 2, 128),
+        ((40, 0, 33, 1), (2500, 700, 31, 4099), 4, 128),
         ((130, 17), (2048, 2305), 3, 64),
         ((1,) * 5, (256, 3, 0, 65, 129), 4, 128),
     ],

@@ -134,21 +134,23 @@ def test_blocks_stay_and_some_heads_go_in_pairs(
 
 
 @pytest.mark.parametrize(
-    ("queries", "heads", "keys", "splits"), [(64, 32, 8192, 8), (300, 16, 2048, 3), (17, 32, 9999, 16)]
+    ("queries", "heads", "keys", "packed", "splits"),
+    [(64, 32, 8192, 8, 8), (300, 16, 2048, 4, 3), (17, 32, 9999, 8, 16), (256, 16, 2048, 1, 4), (100, 4, 9000, 1, 24)],
 )
 def test_few_tiles_of_many_keys_are_split_until_they_fill_the_gpu(
-    fake_cuda: Any, queries: int, heads: int, keys: int, splits: int
+    fake_cuda: Any, queries: int, heads: int, keys: int, packed: int, splits: int
 ) -> None:
     q, k = array(fake_cuda, 1, queries, heads, 128), array(fake_cuda, 1, keys, 4, 128)
     cf.attn_fwd(q, k, k, causal=True)
     told, combine = Told(fake_cuda, -2), fake_cuda.launches[-1]
-    packed = heads // 4
-    tiles = 4 * -(-queries * packed // 128)
+    tiles = heads // packed * -(-queries * packed // 128)
     assert (told.num_splits, told.places) == (splits, splits * tiles)
     assert told.grid == told.staying_blocks == min(told.places, SMS)
     assert not any(told.maps[OUT])
-    assert told.maps[Q][2:8] == (5, 128, packed, queries, 4, 1) and told.maps[Q][12:15] == (64, packed, 128 // packed)
-    assert combine.binary[0] == "fwd_combine" and combine.grid[0] == queries * heads // (1 if splits > 8 else 8)
+    if packed > 1:
+        assert told.maps[Q][2:8] == (5, 128, packed, queries, 4, 1)
+        assert told.maps[Q][12:15] == (64, packed, 128 // packed)
+    assert combine.binary[0] == "fwd_combine" and combine.grid[0] == -(-queries * heads // (1 if splits > 8 else 8))
 
 
 @pytest.mark.parametrize(("length", "heads", "rounds"), [(5000, 2, 0), (5000, 16, 4), (30000, 16, 21)])

@@ -96,7 +96,7 @@ def test_hopper_sums_dq_in_order_if_asked_to_and_stores_it_where_keys_are_few(
 
 
 @pytest.mark.parametrize("arch", sorted(KNOWN))
-@pytest.mark.parametrize("size_class", ["16 rows", "16 rows, many times", "32 rows", "64 rows", "few tiles"])
+@pytest.mark.parametrize("size_class", tiles.FWD_FEW)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("paged", [False, True])
 def test_few_queries_are_packed_by_heads_and_their_keys_split(
@@ -106,8 +106,9 @@ def test_few_queries_are_packed_by_heads_and_their_keys_split(
         plan = plan_forward(spec(dtype, dim, features=features, size_class=size_class, paged=paged), KNOWN[arch])
         c = plan.constants
         assert c.is_split
-        if arch == 90 and size_class == "few tiles" and dtype == "bfloat16" and not paged:
+        if arch == 90 and size_class.startswith("few tiles") and dtype == "bfloat16" and not paged:
             assert isinstance(c, FwdSm90)
+            assert c.packs_heads == (size_class == "few tiles, packed" and not features.differ_by_head)
         else:
             assert isinstance(c, FwdGeneric) and c.is_paged == paged
             assert c.packs_heads != features.differ_by_head

@@ -265,7 +265,7 @@ def legal_forward(spec: Spec, device: Device) -> Iterator[Plan[Any]]:
     own: dict[str, Any] = {"out_element": spec.out_dtype, "is_paged": spec.paged}
     few = tiles.FWD_PAGES if spec.paged else tiles.FWD_FEW
     if spec.size_class in few:
-        if device.arch == 90 and spec.size_class == "few tiles" and why_not_sm90(spec) is None:
+        if device.arch == 90 and spec.size_class.startswith("few tiles") and why_not_sm90(spec) is None:
             for table in (tiles.FWD_SM90_SMALL, tiles.FWD_SM90):
                 plans = _sm90_forwards(spec, device, table, "; of few tiles, whose keys are split", is_split=True)
                 yield from (_with_packed_heads(plan, spec) for plan in plans)
@@ -296,9 +296,10 @@ def _sm90_forwards(
 
 
 def _with_packed_heads(plan: Plan[Any], spec: Spec) -> Plan[Any]:
-    """Where a group's heads share their scores' changes, and whole queries fill a tile."""
+    """If wanted, where a group's heads share their scores' changes, and whole queries fill a tile."""
     group = spec.heads_q // spec.heads_kv
-    packs = group > 1 and plan.constants.query_tile % group == 0 and not spec.features.differ_by_head
+    packs = spec.size_class == "few tiles, packed" and plan.constants.query_tile % group == 0
+    packs = packs and not spec.features.differ_by_head
     return replace(plan, constants=replace(plan.constants, packs_heads=packs))
 
 

@@ -134,6 +134,7 @@ FWD_FEW: dict[str, dict[int, dict[int, list[FwdTile]]]] = {
         8: _few(FwdTile(16, 16, 1, 6), FwdTile(16, 16, 1, 3)),
     },
     "few tiles": FWD,
+    "few tiles, packed": FWD,
 }
 # Small ones where they are many, so that all have a place at once: 128 x 2,048 keys 1.03 times the speed.
 FWD_FEW["16 rows, many times"] = FWD_FEW["16 rows"] | {2: _few(FwdTile(16, 32, 1, 10), FwdTile(16, 32, 1, 5))}

@@ -146,8 +146,8 @@ class _Recorded(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *given, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        (dout, dlse), (*given, out, lse) = grad_outputs, ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         q, k, v, bias, sink, *others = given
         wanted = q, k, v, bias if ctx.needs_input_grad[5] else None, sink  # a mask needs not the time that dbias takes
