@@ -186,6 +186,8 @@ def markdown(records: Sequence[Row]) -> str:
         _merges_table(records),
         _features_table(records),
         _decode_table(records),
+        _cascade_table(records),
+        _host_table(records),
         "".join(f"- {remark}\n" for remark in _remarks(rows)),
     ]
     return "\n".join(part for part in parts if part)
@@ -303,6 +305,25 @@ def _decode_table(records: Sequence[Row]) -> str:
         "of a copy's rate": "{of_copy:.2f}",
     }
     return _lines_of([r | {"us": r["ms"] * 1e3} for r in records if "contestant" in r], columns)
+
+
+def _cascade_table(records: Sequence[Row]) -> str:
+    """A line for every batch whose keys are shared."""
+    columns = {
+        "sequences": "{sequences}",
+        "keys shared, and of each": "{shared:,}, {own:,}",
+        "ms with all keys written out": "{flat_ms:.3f}",
+        "ms as a cascade": "{cascade_ms:.3f}",
+        "times as fast": "{speed:.1f}",
+        "wanted": "{least:.0f}",
+    }
+    return _lines_of([r for r in records if "cascade_ms" in r], columns)
+
+
+def _host_table(records: Sequence[Row]) -> str:
+    """A line for every kind of call whose time on the host was taken."""
+    columns = {"call": "{call}", "µs": "{us:.1f}", "time over torch's own": "{ratio:.2f}", "limit": "{limit:.2f}"}
+    return _lines_of([r for r in records if "us" in r and "call" in r], columns)
 
 
 def _lines_of(rows: Sequence[Row], columns: dict[str, str]) -> str:

@@ -109,7 +109,7 @@ def test_gradcheck_of_packed_sequences_and_live_keys(torch_device: str) -> None:
 
 
 def operator_call(tensors: Tensors, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of `attn_fwd` as the dispatcher wants them: all of them."""
+    """All arguments of `attn_fwd`, as a program that calls the operator may give them."""
     options: dict[str, Any] = dict.fromkeys(
         ("scale", "window_left", "window_right", "softcap", "out_dtype", "split_len", "max_seqlen_q", "max_seqlen_k")
     )
@@ -117,6 +117,17 @@ def operator_call(tensors: Tensors, **changes: Any) -> tuple[tuple[Any, ...], di
     options |= {"allow_tf32": False, **changes}
     arrays = dict.fromkeys(_operators._ARRAYS) | tensors
     return tuple(arrays[name] for name in ("q", "k", "v", *_operators._ARRAYS)), options
+
+
+def test_an_operator_has_defaults(torch_device: str) -> None:
+    tensors = with_gradients(problem(torch_device))
+    q, k, v = (tensors[name] for name in "qkv")
+    for found, plain in zip(torch.ops.cupyflash.attn_fwd(q, k, v), attention(q, k, v), strict=True):
+        assert torch.equal(found, plain)
+    arguments, options = operator_call({"q": q, "k": k, "v": v})
+    found = torch.autograd.grad(_operators.attn_fwd(*arguments, **options)[0].sum(), (q, k, v))
+    plain = torch.autograd.grad(torch.ops.cupyflash.attn_fwd(q, k, v)[0].sum(), (q, k, v))
+    assert all(torch.allclose(one, other) for one, other in zip(found, plain, strict=True))
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "thd"])
@@ -138,7 +149,7 @@ def test_a_masks_gradient_is_computed_where_it_is_asked_for(torch_device: str, n
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is _operators.attn_bwd:
-                self.bias_grads.append(kwargs["bias_grad"])
+                self.bias_grads.append(kwargs.get("bias_grad", True))
             return func(*args, **kwargs or {})
 
     tensors = with_gradients(problem(torch_device))

@@ -2,11 +2,13 @@
 
 For torch an operator is a name, a schema, and functions for the keys that its dispatcher goes through: what computes
 (CPU and CUDA: the plain calls), what says the shapes of results (for torch.compile), what records a graph, and what
-casts inputs under autocast. Every argument is given in every call, because the dispatcher hands on no defaults.
+casts inputs under autocast. The dispatcher turns every argument of a call into its own and back, but hands on none that
+is its default: so what is not given is left out all the way.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -23,18 +25,18 @@ _ARRAYS = (
     "seed", "offset",
 )  # fmt: skip
 _DIFFERENTIABLE = 5
-_INPUTS = ", ".join(["Tensor q", "Tensor k", "Tensor v", *(f"Tensor? {name}" for name in _ARRAYS)])
+_INPUTS = ", ".join(["Tensor q", "Tensor k", "Tensor v", *(f"Tensor? {name}=None" for name in _ARRAYS)])
 _OPTIONS = (
-    "str layout, float? scale, str causal, int? window_left, int? window_right, float? softcap, float dropout_p, "
-    "bool deterministic, ScalarType? out_dtype, int num_splits, int? split_len, bool allow_tf32, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k"
+    'str layout="bshd", float? scale=None, str causal="none", int? window_left=None, int? window_right=None, '
+    "float? softcap=None, float dropout_p=0.0, bool deterministic=False, ScalarType? out_dtype=None, int num_splits=0, "
+    "int? split_len=None, bool allow_tf32=False, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None"
 )
 
 _library = torch.library.Library("cupyflash", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _library.define(f"attn_fwd({_INPUTS}, *, {_OPTIONS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
 _SAVED = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
-_library.define(f"attn_bwd({_SAVED}, {_INPUTS}, *, {_OPTIONS}, bool bias_grad) -> Tensor[]", tags=_TAGS)
+_library.define(f"attn_bwd({_SAVED}, {_INPUTS}, *, {_OPTIONS}, bool bias_grad=True) -> Tensor[]", tags=_TAGS)
 _library.define(
     "kv_append(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor k, Tensor v, Tensor block_table, Tensor seqused_k) -> ()",
     tags=_TAGS,
@@ -42,30 +44,32 @@ _library.define(
 attn_fwd: Any = torch.ops.cupyflash.attn_fwd.default
 attn_bwd: Any = torch.ops.cupyflash.attn_bwd.default
 kv_append: Any = torch.ops.cupyflash.kv_append.default
+_DEFAULTS = {x.name: x.default_value for x in attn_bwd._schema.arguments if x.kwarg_only}
 
 
 # What computes.
 
 
-def _attention(options: dict[str, Any]) -> Attention:
+def _call(given: tuple[Tensor | None, ...], options: dict[str, Any]) -> tuple[Attention, dict[str, Any]]:
+    """What is to be computed, and the arguments beside q, k and v that are there."""
+    options = _DEFAULTS | options
+    arguments: dict[str, Any] = {name: x for name, x in zip(_ARRAYS, given, strict=False) if x is not None}
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        if options[name] is not None:
+            arguments[name] = options[name]
     window = options["window_left"], options["window_right"]
     causal = options["causal"]
-    return attention_of(
+    attention = attention_of(
         options["layout"], options["scale"], False if causal == "none" else causal, window, options["softcap"],
-        options["dropout_p"], options["deterministic"], options["out_dtype"], None, options.get("bias_grad", True),
+        options["dropout_p"], options["deterministic"], options["out_dtype"], None, options["bias_grad"],
         options["num_splits"], options["split_len"], options["allow_tf32"],
     )  # fmt: skip
-
-
-def _arguments(given: tuple[Tensor | None, ...], options: dict[str, Any]) -> dict[str, Any]:
-    arguments: dict[str, Any] = dict(zip(_ARRAYS, given, strict=True))
-    for name in ("k_start", "offset"):
-        arguments[name] = 0 if arguments[name] is None else arguments[name]
-    return arguments | {name: options[name] for name in ("max_seqlen_q", "max_seqlen_k")}
+    return attention, arguments
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
-    out, lse = _attention(options).fwd(q, k, v, **_arguments(given, options))
+    attention, arguments = _call(given, options)
+    out, lse = attention.fwd(q, k, v, **arguments)
     return out, lse
 
 
@@ -73,9 +77,8 @@ def _backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
     *given: Tensor | None, **options: Any,
 ) -> list[Tensor]:  # fmt: skip
-    arguments = _arguments(given, options)
-    del arguments["block_table"]  # a forward with one records no graph
-    return list(_attention(options).bwd(q, k, v, out, lse, dout, dlse=dlse, **arguments))
+    attention, arguments = _call(given, options)
+    return list(attention.bwd(q, k, v, out, lse, dout, dlse=dlse, **arguments))
 
 
 def _append_rows(
@@ -95,17 +98,17 @@ def _append_and_count(keys: Any, k_pages: Tensor, v_pages: Tensor, *given: Tenso
 
 
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
-    heads, rows = (-3, -2) if options["layout"] == "bhsd" else (-2, -3)
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=options["out_dtype"] or q.dtype)
+    heads, rows = (-3, -2) if options.get("layout") == "bhsd" else (-2, -3)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=options.get("out_dtype") or q.dtype)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return out, q.new_empty((*q.shape[:-3], q.shape[heads], q.shape[rows]), dtype=dtype)
 
 
 def _backward_shapes(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    bias: Tensor | None, sink: Tensor | None, *given: Tensor | None, **options: Any,
+    bias: Tensor | None = None, sink: Tensor | None = None, *given: Tensor | None, **options: Any,
 ) -> list[Tensor]:  # fmt: skip
-    bias = bias if options["bias_grad"] else None
+    bias = bias if options.get("bias_grad", True) else None
     return [like.new_empty(like.shape) for like in (q, k, v, bias, sink) if like is not None]
 
 
@@ -117,29 +120,39 @@ def _is_recorded(given: tuple[Tensor | None, ...]) -> bool:
 
 
 def forward(*given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
-    """`attn_fwd`, straight to what computes where no graph is recorded."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _is_recorded(given):
+    """`attn_fwd` of all its arguments; where nothing else wants to know of it, past the dispatcher's first half."""
+    while given[-1] is None:
+        given = given[:-1]
+    options = {name: value for name, value in options.items() if value != _DEFAULTS[name]}
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _is_cast(given):
         return attn_fwd(*given, **options)
-    with torch._C._AutoDispatchBelowAutograd():
-        return attn_fwd(*given, **options)
+    return _record(attn_fwd, *given, **options)
 
 
-def _record(keys: Any, *given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
-    keys &= torch._C._after_autograd_keyset
+def _is_cast(given: tuple[Tensor | None, ...]) -> bool:
+    [q, *_] = given
+    return q is not None and torch.is_autocast_enabled(q.device.type)
+
+
+def _record_of_keys(keys: Any, *given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    return _record(functools.partial(attn_fwd.redispatch, keys & torch._C._after_autograd_keyset), *given, **options)
+
+
+def _record(compute: Any, *given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
     if _is_recorded(given):
-        return _Recorded.apply(keys, options, *given)
+        return _Recorded.apply(compute, options, *given)
     with torch._C._AutoDispatchBelowAutograd():
-        return attn_fwd.redispatch(keys, *given, **options)
+        return compute(*given, **options)
 
 
 class _Recorded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, keys: Any, options: dict[str, Any], *given: Tensor | None) -> tuple[Tensor, Tensor]:
-        if given[3 + _ARRAYS.index("block_table")] is not None:
+    def forward(ctx: Any, compute: Any, options: dict[str, Any], *given: Tensor | None) -> tuple[Tensor, Tensor]:
+        if any(x is not None for name, x in zip(_ARRAYS, given[3:], strict=False) if name == "block_table"):
             accepted = "with pages no input may require grad: a gradient to pools of pages does not exist"
             raise UnsupportedError(refusal("attn_fwd", "block_table", "is given", accepted))
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = attn_fwd.redispatch(keys, *given, **options)
+            out, lse = compute(*given, **options)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*given, out, lse)
         ctx.options = options
@@ -149,11 +162,13 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         (dout, dlse), (*given, out, lse) = grad_outputs, ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        q, k, v, bias, sink, *others = given
-        wanted = q, k, v, bias if ctx.needs_input_grad[5] else None, sink  # a mask needs not the time that dbias takes
-        bias_grad = wanted[3] is not None
+        wanted = given[:_DIFFERENTIABLE]
+        bias_grad = ctx.needs_input_grad[2 + 3] if len(given) > 3 else True
+        if not bias_grad:  # a mask needs not the time that dbias takes
+            wanted[3] = None
         grads = iter(attn_bwd(dout, dlse, out, lse, *given, **ctx.options, bias_grad=bias_grad))
-        return (None, None, *(None if like is None else next(grads) for like in wanted), *([None] * len(others)))
+        of_given = [None if like is None else next(grads) for like in wanted]
+        return (None, None, *of_given, *([None] * (len(given) - len(wanted))))
 
 
 def _save_nothing(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
@@ -189,7 +204,7 @@ _library.impl("kv_append", _append_and_count, "ADInplaceOrView", with_keyset=Tru
 torch.library.register_fake("cupyflash::kv_append", lambda *given: None, lib=_library)
 torch.library.register_fake("cupyflash::attn_fwd", _forward_shapes, lib=_library)
 torch.library.register_fake("cupyflash::attn_bwd", _backward_shapes, lib=_library)
-_library.impl("attn_fwd", _record, "Autograd", with_keyset=True)
+_library.impl("attn_fwd", _record_of_keys, "Autograd", with_keyset=True)
 torch.library.register_autograd(
     "cupyflash::attn_bwd", _refuse_second_gradient, setup_context=_save_nothing, lib=_library
 )
