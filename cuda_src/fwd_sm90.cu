@@ -13,7 +13,8 @@
 // Barriers  full: one arrival, of the thread that asks for the copies, and their bytes. empty: one arrival a consumer, after the wait that
 //           proves its products done. Of a published tile, full: the scheduler; empty: both loaders and every thread of the consumers.
 //           Named: each consumer's own, and its turn, which the one before it gives. out belongs to the warp that writes its rows.
-// Order     blocks stay, and take tiles in an order that needs no counter: tile_of. Of packed sequences some blocks take one.
+// Order     blocks stay, and take tiles in an order that needs no counter: tile_of. Of packed sequences some blocks take one, or
+//           if kIsSplit all.
 // Switches  kIsSplit: a tile has some of the keys, and its result is one of those that fwd_combine merges. kPacksHeads: a row is (query,
 //           head), all heads of a KV head side by side, so that few queries fill a tile.
 #include "attn/bias_tile.cuh"

@@ -217,8 +217,9 @@ class Attention:
         """Bytes of `workspace` that such a call needs, by its shapes, dtypes and options; takes what `plan` takes."""
         checked, backend = _plannable("Attention.workspace_size", self, _arguments(locals()), backward)
         judged = checked.judged
-        backend.plan(judged.spec, judged.call, backward=backward, override=plan)
-        return backend.workspace_bytes(judged.spec, judged.call, backward=backward)
+        chosen = backend.plan(judged.spec, judged.call, backward=backward, override=plan)
+        needed = backend.workspace_bytes(judged.spec, judged.call, backward=backward)
+        return max(needed, backend.plan_bytes(judged.spec, judged.call, chosen))
 
     def prepare(
         self, q: Any, k: Any, v: Any, backward: bool = False, *,
@@ -256,8 +257,8 @@ def _make_ready(judged: Judged, override: Any) -> _Ready:
     plan = backend.plan(spec, call, backward=backward, override=override)
     work = (backend.backward if backward else backend.forward)(spec, call, plan)
     results = grads_of(has_bias=call.dbias is not None, has_sink=call.dsink is not None) if backward else AttnOutput
-    needed = backend.workspace_bytes(spec, call, backward=backward)
-    return _Ready(plan, needed, backend.plan_bytes(spec, call, plan), work, results)
+    used = backend.plan_bytes(spec, call, plan)
+    return _Ready(plan, max(backend.workspace_bytes(spec, call, backward=backward), used), used, work, results)
 
 
 @functools.lru_cache(maxsize=_check.FORMS)

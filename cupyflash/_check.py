@@ -664,9 +664,10 @@ def _describe(
     size_class = _size_class(typical_k)
     if not backward and (size_class != "short" or "block_table" in arrays or 32 * typical_q <= typical_k):
         group = 1 if features.differ_by_head else sizes["Hq"] // sizes["Hkv"]
+        is_fixed = attention.split_len is not None  # so that a row's bits do not depend on the batch
         if typical_q <= FEW_QUERIES:
-            size_class = _few_rows(typical_q * group, sizes["B"] * sizes["Hq"] // group)
-        elif typical_k >= max(MANY_KEYS, 4 * typical_q):
+            size_class = _few_rows(typical_q * group, 0 if is_fixed else sizes["B"] * sizes["Hq"] // group)
+        elif typical_k >= max(MANY_KEYS, 4 * typical_q) and not is_fixed and attention.num_splits != 1:
             size_class = _few_tiles(typical_q, group, sizes["B"] * sizes["Hq"]) or size_class
     # Options of the other direction only are left out, so that no backend refuses a call for what it will not do.
     return Spec(

@@ -68,8 +68,8 @@ class MemoryPlan:
     standard_forward_flops: int  # of all pairs: plain operations skip no hidden one
     standard_backward_flops: int
 
-    workspace_bytes: int  # of the backward; the forward has none
-    forward_allocated_bytes: int  # out, lse
+    workspace_bytes: int  # of the backward; a forward's, if its keys are split, is what `workspace_size` says
+    forward_allocated_bytes: int  # out, lse; not partial results of split keys
     backward_allocated_bytes: int  # dq, dk, dv, workspace
 
     forward_traffic_bytes: int  # what the kernels ask of memory, tile by tile

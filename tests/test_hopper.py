@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -151,6 +152,50 @@ def test_few_tiles_of_many_keys_are_split_until_they_fill_the_gpu(
         assert told.maps[Q][2:8] == (5, 128, packed, queries, 4, 1)
         assert told.maps[Q][12:15] == (64, packed, 128 // packed)
     assert combine.binary[0] == "fwd_combine" and combine.grid[0] == -(-queries * heads // (1 if splits > 8 else 8))
+
+
+def test_one_split_and_splits_of_a_given_length_are_no_calls_of_few_tiles(fake_cuda: Any) -> None:
+    q, k = array(fake_cuda, 1, 100, 8, 128), array(fake_cuda, 1, 9000, 2, 128)
+    cf.attn_fwd(q, k, k, num_splits=1)
+    assert Told(fake_cuda).num_splits == 1 and any(Told(fake_cuda).maps[OUT])
+    for queries, heads in ((1, 8), (17, 1), (33, 1)):  # and a row's bits do not depend on how many there are
+        tiles: set[tuple[int, int]] = set()
+        for batch in (1, 88, 89, 800):
+            q, k = (
+                fake_cuda.ndarray(np.broadcast_to(np.zeros((1, 1, 1, 64), BF16), shape), 0)
+                for shape in ((batch, queries, heads, 64), (batch, 4096, 1, 64))
+            )
+            constants = cf.Attention(split_len=256).plan(q, k, k).constants
+            tiles.add((constants.query_tile, constants.key_tile))
+        assert len(tiles) == 1
+
+
+def test_rows_behind_all_sequences_are_no_reason_to_split(fake_cuda: Any) -> None:
+    """Of a buffer of fixed size: partial results have all of its rows."""
+    q, k = array(fake_cuda, 4096, 8, 128), array(fake_cuda, 8192, 8, 128)
+    offsets = fake_cuda.ndarray(np.array([0, 1, 2], np.int32), 0)
+    call = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 1, "max_seqlen_k": 4096}
+    partial = 4096 * 8 * (128 + 1) * 4
+    assert cf.Attention(layout="thd").workspace_size(q, k, k, **call) <= 3 * partial
+
+
+def test_a_plan_of_ones_own_has_a_workspace_of_its_own(fake_cuda: Any) -> None:
+    """Smaller tiles may be more splits."""
+    q, k = array(fake_cuda, 1, 300, 16, 128), array(fake_cuda, 1, 8192, 4, 128)
+    plan = cf.Attention().plan(q, k, k)
+    small = replace(plan, constants=replace(plan.constants, key_tile=32))
+    default, size = (cf.Attention().workspace_size(q, k, k, plan=one) for one in (None, small))
+    assert size > default
+    with pytest.raises(ValueError, match="workspace"):
+        cf.attn_fwd(q, k, k, plan=small, workspace=fake_cuda.ndarray(np.zeros(default, np.uint8), 0))
+    cf.attn_fwd(q, k, k, plan=small, workspace=fake_cuda.ndarray(np.zeros(size, np.uint8), 0))
+    assert Told(fake_cuda, -2).num_splits * 300 * 16 * (128 + 1) * 4 <= size
+
+
+def test_more_partial_rows_than_31_bits_are_refused(fake_cuda: Any) -> None:
+    one = array(fake_cuda, 1, 1, 1, 8, view=lambda host: np.broadcast_to(host, (1, 2**21, 2**10, 8)))
+    with pytest.raises(cf.UnsupportedError, match=r"Split the batch"):
+        cf.attn_fwd(one, one, one, num_splits=2)
 
 
 @pytest.mark.parametrize(("length", "heads", "rounds"), [(5000, 2, 0), (5000, 16, 4), (30000, 16, 21)])

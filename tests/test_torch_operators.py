@@ -119,6 +119,17 @@ def operator_call(tensors: Tensors, **changes: Any) -> tuple[tuple[Any, ...], di
     return tuple(arrays[name] for name in ("q", "k", "v", *_operators._ARRAYS)), options
 
 
+def test_shapes_alone(torch_device: str) -> None:
+    q = torch.empty(2, 5, 4, 8, device="meta", requires_grad=True)
+    out, lse = attention(q, q, q, causal=True)
+    assert out.shape == q.shape and lse.shape == (2, 4, 5) and out.requires_grad
+    slopes = torch.ones(4, device=torch_device, requires_grad=True)
+    x = torch.randn(2, 5, 4, 8, device=torch_device)
+    assert torch.equal(
+        attention(x, x, x, alibi_slopes=slopes).out, attention(x, x, x, alibi_slopes=slopes.detach()).out
+    )
+
+
 def test_an_operator_has_defaults(torch_device: str) -> None:
     tensors = with_gradients(problem(torch_device))
     q, k, v = (tensors[name] for name in "qkv")

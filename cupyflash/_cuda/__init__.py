@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from .._errors import UnsupportedError, refusal
@@ -80,6 +81,7 @@ def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric | FwdSm90]) -> Work:
     launch(schedule, spec, call, plan, written, (*strides, num_splits, split_len))
     combine = plan.combine
     assert combine is not None
+    refuse_blocks(combine, all_rows)
     warps = combine.constants.warps
     blocks = all_rows if num_splits > warps else -(-all_rows // warps)  # a warp a row, where splits are few
     sizes = num_splits, group, num_rows, heads, spec.head_dim_v, all_rows
@@ -160,24 +162,32 @@ def _splits(spec: Spec, call: Call, plan: Plan[Any]) -> tuple[int, int]:
     if call.num_splits:
         return call.num_splits, 0
     device, row_blocks, len_k = _device.of(call.device), _row_blocks(spec, call, c), call.len_k
-    if spec.packed:  # as if all sequences were of the lengths that are given; else of those of all together
-        group = _rows_of_query(spec, c)
-        typical = -(-(call.max_seqlen_q or call.len_q) * group // c.query_tile) * call.batch * spec.heads_q // group
-        row_blocks, len_k = min(row_blocks, typical), min(len_k, call.max_seqlen_k or len_k)
+    if spec.packed:  # as if all sequences were of the lengths that are given
+        group, len_q = _rows_of_query(spec, c), call.max_seqlen_q or call.len_q
+        if call.batch * len_q >= call.len_q:  # which they are not where rows lie behind them, of partial results too
+            row_blocks = min(row_blocks, -(-len_q * group // c.query_tile) * call.batch * spec.heads_q // group)
+        len_k = min(len_k, call.max_seqlen_k or len_k)
     tiles = max(-(-len_k // c.key_tile), 1)
     of_one = max(min(getattr(c, "blocks_per_sm", 1), device.smem_bytes // c.smem_bytes), 1)  # multiprocessor
     enough = min(of_one, -(-_BYTES_COMING // (c.key_tile * (c.head_dim + c.head_dim_v) * ITEM_BYTES[spec.dtype])))
-    most = max(tiles // _LEAST_TILES, 1)
+    return _best_count(tiles, row_blocks, device.sm_count, of_one, enough), 0
 
-    def use(count: int) -> float:
-        """The share of the GPU's places that so many splits fill, were blocks to come and go in rounds."""
-        rounds = -(-row_blocks * count // (device.sm_count * of_one))
+
+@lru_cache(maxsize=1024)
+def _best_count(tiles: int, row_blocks: int, sm_count: int, of_one: int, enough: int) -> int:
+    """The fewest splits that use a GPU well. `of_one`: places of a multiprocessor, of which `enough` keep it busy."""
+    best, best_use = 1, 0.0
+    for count in range(1, min(tiles // _LEAST_TILES, -(-_MOST_ROUNDS * sm_count * of_one // max(row_blocks, 1))) + 1):
+        # The share of the places that the splits fill, were blocks to come and go in rounds.
+        rounds = -(-row_blocks * count // (sm_count * of_one))
         of_block = -(-tiles // count) + (rounds > 1)  # as if by one: behind others a block begins with nothing loaded
-        places = device.sm_count * (enough if rounds <= 1 else rounds * of_one)
-        return min(row_blocks * tiles / (places * of_block), _ENOUGH_USE)
-
-    counts = range(1, min(most, -(-_MOST_ROUNDS * device.sm_count * of_one // max(row_blocks, 1))) + 1)
-    return max(counts, key=lambda count: (use(count), -count)), 0
+        places = sm_count * (enough if rounds <= 1 else rounds * of_one)
+        use = row_blocks * tiles / (places * of_block)
+        if use > best_use:
+            best, best_use = count, use
+        if use >= _ENOUGH_USE:
+            break
+    return best
 
 
 def _grid(spec: Spec, c: FwdSm90, tiles: int, sm_count: int) -> tuple[int, int]:

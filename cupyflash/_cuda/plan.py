@@ -246,7 +246,7 @@ def why_not_sm90(spec: Spec) -> str | None:
     if spec.paged:
         return "keys lie in pages, which the copy engine cannot follow"
     if spec.split:
-        return "keys are split, and merging is fwd_generic's"
+        return "keys are split as the caller says, which fwd_generic does"
     if not spec.has_boxes:
         return "an array is empty or has a negative stride, which the copy engine cannot walk"
     return None

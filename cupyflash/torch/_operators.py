@@ -116,7 +116,7 @@ def _backward_shapes(
 
 
 def _is_recorded(given: tuple[Tensor | None, ...]) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given[:_DIFFERENTIABLE])
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
 
 def forward(*given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
@@ -124,14 +124,11 @@ def forward(*given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
     while given[-1] is None:
         given = given[:-1]
     options = {name: value for name, value in options.items() if value != _DEFAULTS[name]}
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _is_cast(given):
-        return attn_fwd(*given, **options)
-    return _record(attn_fwd, *given, **options)
-
-
-def _is_cast(given: tuple[Tensor | None, ...]) -> bool:
-    [q, *_] = given
-    return q is not None and torch.is_autocast_enabled(q.device.type)
+    device = getattr(given[0], "device", torch.device("meta")).type
+    is_eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    if is_eager and device in ("cpu", "cuda") and not torch.is_autocast_enabled(device):
+        return _record(attn_fwd, *given, **options)
+    return attn_fwd(*given, **options)
 
 
 def _record_of_keys(keys: Any, *given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
