@@ -218,15 +218,27 @@ def delay(problem: Problem, ms: float) -> Any:
     return LaterOnHost(problem.transport, ms)
 
 
-class LaterOnHost:
+class Later:
+    """A transport whose messages arrive late; where there are none, nothing does."""
+
+    def __init__(self, transport: Any) -> None:
+        self.rank, self.size, self._transport = transport.rank, transport.size, transport
+
+    def exchange(self, sends: Any, receives: Any) -> Any:
+        return (self._delayed if sends or receives else self._transport.exchange)(sends, receives)
+
+    def _delayed(self, sends: Any, receives: Any) -> Any:
+        raise NotImplementedError
+
+
+class LaterOnHost(Later):
     """What is received is there no sooner than `ms` after the exchange began."""
 
     def __init__(self, transport: Any, ms: float) -> None:
-        self.rank, self.size, self._transport, self._seconds = transport.rank, transport.size, transport, ms / 1e3
+        super().__init__(transport)
+        self._seconds = ms / 1e3
 
-    def exchange(self, sends: Any, receives: Any) -> Any:
-        if not sends and not receives:
-            return self._transport.exchange(sends, receives)
+    def _delayed(self, sends: Any, receives: Any) -> Any:
         return _Later(self._transport.exchange(sends, receives), time.perf_counter() + self._seconds)
 
 
@@ -239,7 +251,7 @@ class _Later:
         time.sleep(max(0.0, self._end - time.perf_counter()))
 
 
-class LaterOnStream:
+class LaterOnStream(Later):
     """What is received is there no sooner than `ms` after what is sent was.
 
     On a stream that nothing else uses the C library sleeps meanwhile: a kernel would wait for a multiprocessor, and
@@ -249,17 +261,17 @@ class LaterOnStream:
     def __init__(self, transport: Any, library: ranks.Library, ms: float) -> None:
         import cupy
 
-        self.rank, self.size, self._transport, self._library = transport.rank, transport.size, transport, library
+        super().__init__(transport)
+        self._library, self._stream = library, cupy.cuda.Stream(non_blocking=True)
         self._microseconds = ctypes.c_void_p(round(1e3 * ms))
         self._sleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p)
-        self._stream = cupy.cuda.Stream(non_blocking=True)
 
-    def exchange(self, sends: Any, receives: Any) -> Any:
-        if not sends and not receives:
-            return self._transport.exchange(sends, receives)
+    def _delayed(self, sends: Any, receives: Any) -> Any:
         self._stream.wait_event(self._library.stream().record())
         transfer = self._transport.exchange(sends, receives)
-        driver.library().cuLaunchHostFunc(ctypes.c_void_p(self._stream.ptr), self._sleep, self._microseconds)
+        stream = ctypes.c_void_p(self._stream.ptr)
+        if status := driver.library().cuLaunchHostFunc(stream, self._sleep, self._microseconds):
+            raise RuntimeError(f"cuLaunchHostFunc said {status}, and nothing would be late")
         with self._library.on(self._stream):
             transfer.wait()
         return _LaterOnStream(self._library, self._stream.record(), [*sends, *receives])

@@ -168,7 +168,7 @@ def _splits(spec: Spec, call: Call, plan: Plan[Any]) -> tuple[int, int]:
             row_blocks = min(row_blocks, -(-len_q * group // c.query_tile) * call.batch * spec.heads_q // group)
         len_k = min(len_k, call.max_seqlen_k or len_k)
     tiles = max(-(-len_k // c.key_tile), 1)
-    of_one = max(min(getattr(c, "blocks_per_sm", 1), device.smem_bytes // c.smem_bytes), 1)  # multiprocessor
+    of_one = max(min(c.blocks_per_sm, device.smem_bytes // c.smem_bytes), 1)  # multiprocessor
     enough = min(of_one, -(-_BYTES_COMING // (c.key_tile * (c.head_dim + c.head_dim_v) * ITEM_BYTES[spec.dtype])))
     return _best_count(tiles, row_blocks, device.sm_count, of_one, enough), 0
 

@@ -97,6 +97,11 @@ class FwdSm90(_Scores):
         return -(-(2 * tiles + bias + barriers + published * _TILES) // 1024) * 1024
 
     @property
+    def blocks_per_sm(self) -> int:
+        """One, whose warpgroups divide all registers."""
+        return 1
+
+    @property
     def passes_out(self) -> bool:
         """Whether `out` leaves through shared memory, in boxes."""
         return not self.is_split and self.out_element == self.element and self.head_dim_v <= 128

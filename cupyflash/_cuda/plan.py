@@ -289,10 +289,9 @@ def _sm90_forwards(
 ) -> Iterator[Plan[Any]]:
     """By fwd_sm90, in the tiles of a table that has a tile for this head dim or none."""
     dim, dim_v = (next(n for n in SM90_HEAD_DIMS if real <= n) for real in (spec.head_dim, spec.head_dim_v))
-    sizes: dict[str, Any] = {"head_dim": dim, "head_dim_v": dim_v, "out_element": spec.out_dtype, "is_split": is_split}
-    sizes |= {"packs_heads": False}
-    sizes["is_bounded"] = _is_bounded(spec)
-    yield from _fitting(FwdSm90, table.get(max(dim, dim_v), []), spec, device, note, **sizes)
+    sizes: dict[str, Any] = {"head_dim": dim, "head_dim_v": dim_v, "out_element": spec.out_dtype}
+    switches = {"is_bounded": _is_bounded(spec), "is_split": is_split, "packs_heads": False}
+    yield from _fitting(FwdSm90, table.get(max(dim, dim_v), []), spec, device, note, **sizes, **switches)
 
 
 def _with_packed_heads(plan: Plan[Any], spec: Spec) -> Plan[Any]:

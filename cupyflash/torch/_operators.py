@@ -119,16 +119,16 @@ def _is_recorded(given: tuple[Tensor | None, ...]) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
 
-def forward(*given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, *given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
     """`attn_fwd` of all its arguments; where nothing else wants to know of it, past the dispatcher's first half."""
-    while given[-1] is None:
-        given = given[:-1]
+    last = max(i for i, x in enumerate(given) if x is not None)
+    given = given[: last + 1]
     options = {name: value for name, value in options.items() if value != _DEFAULTS[name]}
-    device = getattr(given[0], "device", torch.device("meta")).type
+    device = q.device.type
     is_eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
     if is_eager and device in ("cpu", "cuda") and not torch.is_autocast_enabled(device):
-        return _record(attn_fwd, *given, **options)
-    return attn_fwd(*given, **options)
+        return _record(attn_fwd, q, *given, **options)
+    return attn_fwd(q, *given, **options)
 
 
 def _record_of_keys(keys: Any, *given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
@@ -145,7 +145,7 @@ def _record(compute: Any, *given: Tensor | None, **options: Any) -> tuple[Tensor
 class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Any, options: dict[str, Any], *given: Tensor | None) -> tuple[Tensor, Tensor]:
-        if any(x is not None for name, x in zip(_ARRAYS, given[3:], strict=False) if name == "block_table"):
+        if dict(zip(_ARRAYS, given[3:], strict=False)).get("block_table") is not None:
             accepted = "with pages no input may require grad: a gradient to pools of pages does not exist"
             raise UnsupportedError(refusal("attn_fwd", "block_table", "is given", accepted))
         with torch._C._AutoDispatchBelowAutograd():
