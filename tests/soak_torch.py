@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +75,13 @@ def renew(noise: list[torch.Tensor], stream: torch.cuda.Stream) -> None:
 
 
 def bytes_in_use() -> int:
+    """The least of a second, as torch's own thread for backwards may hold a step's gradients beyond the step."""
     torch.cuda.synchronize()
-    return torch.cuda.memory_allocated()
+    readings = []
+    for _ in range(20):
+        time.sleep(0.05)
+        readings.append(torch.cuda.memory_allocated())
+    return min(readings)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,6 +12,8 @@ import cupyflash as cf
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from cupyflash.torch import _operators, attention  # noqa: E402
@@ -172,6 +174,52 @@ def test_a_masks_gradient_is_computed_where_it_is_asked_for(torch_device: str, n
     assert (tensors["bias"].grad is not None) == needs_gradient
 
 
+class Wrapped(torch.Tensor):
+    """Holds a tensor, and knows the operators that were called on its kind."""
+
+    seen: ClassVar[list[Any]] = []
+    held: Any
+
+    @staticmethod
+    def __new__(cls: Any, held: Any) -> Any:
+        self = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+        self.held = held
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func)
+        return func(*[x.held if isinstance(x, cls) else x for x in args], **kwargs or {})
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **kwargs or {})
+
+
+def test_who_listens_to_operators_hears_ours_and_it_has_the_bits_that_it_has_alone(torch_device: str) -> None:
+    tensors = problem(torch_device)
+    options = {"causal": True, "softcap": 3.0, "window": (4, 1), "max_seqlen_k": 7}
+    expected = call(tensors, **options)
+
+    with torch.profiler.profile() as profile:
+        profiled = call(tensors, **options)
+    with Functions() as functions:
+        overridden = call(tensors, **options)
+    subclassed = call(tensors | {"q": Wrapped(tensors["q"])}, **options)
+    traced = make_fx(lambda q: call(tensors | {"q": q}, **options))(tensors["q"])
+
+    assert "cupyflash::attn_fwd" in [event.name for event in profile.events()]
+    for seen in (functions.seen, Wrapped.seen, [node.target for node in traced.graph.nodes]):
+        assert _operators.attn_fwd in seen
+    for found in (profiled, overridden, subclassed, traced(tensors["q"])):
+        torch.testing.assert_close(tuple(found), tuple(expected), rtol=0, atol=0)
+
+
 def test_opcheck_with_inputs_of_any_strides(torch_device: str) -> None:
     tensors = problem(torch_device, torch.float32, "bhsd")
     tensors |= {name: tensors[name].transpose(1, 2) for name in "qkv"}
@@ -323,8 +371,8 @@ def test_vmap_is_a_call_for_each(torch_device: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ({"causal": 1}, ValueError, "attention: `causal` is 1; False, True, 'bottom-right' or 'top-left' is accepted"),
-        ({"window": 3}, ValueError, "attention: `window` is 3; None or a pair"),
+        ({"causal": 1}, ValueError, "Attention: `causal` is 1; False, True, 'bottom-right' or 'top-left' is accepted"),
+        ({"window": 3}, ValueError, "Attention: `window` is 3; None or a pair"),
         ({"window": (3, -2)}, ValueError, "Attention: `window` is -2"),
         ({"layout": "sbhd"}, ValueError, "Attention: `layout` is 'sbhd'"),
         ({"dropout_p": 1.0}, ValueError, "Attention: `dropout_p` is 1.0"),
@@ -335,7 +383,7 @@ def test_vmap_is_a_call_for_each(torch_device: str) -> None:
         ({"dropout_p": 0.5, "seed": 1.5}, TypeError, "attention: `seed` is 1.5"),
         ({"dropout_p": 0.5, "seed": 2**63}, ValueError, "attention: `seed` is 9223372036854775808"),
         ({"dropout_p": 0.5, "seed": 1, "offset": -1}, ValueError, "attention: `offset` is -1"),
-        ({"out_dtype": "int8"}, TypeError, "attention: `out_dtype` is 'int8'"),
+        ({"out_dtype": "int8"}, TypeError, "Attention: `out_dtype` is 'int8'"),
         ({"k": None}, TypeError, "attention: `k` is None; torch tensors are accepted"),
         ({"q": [[1.0]]}, TypeError, "attention: `q` is of type list"),
         ({"q": torch.ones(())}, ValueError, "attn_fwd: `q` has 0 axes"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 from cupyflash import _check
-from cupyflash._attention import AttnOutput
+from cupyflash._attention import AttnOutput, attention_of
 from cupyflash._errors import UnsupportedError, refusal
 from cupyflash.torch import _operators
 
@@ -63,31 +63,41 @@ def attention(
     >>> q.grad[0, :, 0, 0]  # as a value, out of every row that sees it
     tensor([2.0833, 1.0833, 0.5833, 0.2500])
     """
-    _require({"q": q, "k": k, "v": v, "bias": bias, "sink": sink})
-    left, right = _pair(window)
+    _require(q=q, k=k, v=v, bias=bias, sink=sink)
     seqs = _sequences(q, cu_seqlens_q)
     if seed is None and dropout_p:
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
-    out, lse = _operators.forward(
+    given = (
         q, k, v, bias, sink, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table,
         _tensor("q_start", q_start, seqs, q, absent=None), _tensor("k_start", k_start, seqs, q, absent=0),
         _tensor("seed", seed, 1, q, absent=None), _tensor("offset", offset, 1, q, absent=0),
-        layout=layout, scale=scale, causal=_corner(causal), window_left=left, window_right=right, softcap=softcap,
-        dropout_p=dropout_p, deterministic=deterministic, out_dtype=_dtype(out_dtype), num_splits=num_splits,
-        split_len=split_len, allow_tf32=allow_tf32, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    return AttnOutput(out, lse)
+    if torch.compiler.is_compiling() or _operators.is_heard(given):
+        left, right = _pair(window)
+        options = {
+            "layout": layout, "scale": scale, "causal": _corner(causal), "window_left": left, "window_right": right,
+            "softcap": softcap, "dropout_p": dropout_p, "deterministic": deterministic, "out_dtype": _dtype(out_dtype),
+            "num_splits": num_splits, "split_len": split_len, "allow_tf32": allow_tf32, "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_k": max_seqlen_k,
+        }  # fmt: skip
+        return AttnOutput(*_operators.dispatched(given, options))
+    chosen = attention_of(
+        layout, scale, causal, window, softcap, dropout_p, deterministic, out_dtype, None, True, num_splits, split_len,
+        allow_tf32,
+    )  # fmt: skip
+    hints = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    return AttnOutput(*_operators.direct(given, chosen, hints))
 
 
-def _require(differentiable: dict[str, Tensor | None]) -> None:
+def _require(**differentiable: Tensor | None) -> None:
     """Tensors, q, k and v all there; and none of a forward mode, which torch would drop without a word."""
     for name, tensor in differentiable.items():
-        if tensor is None and name not in ("q", "k", "v"):
+        if tensor is None and name in ("bias", "sink"):
             continue
         if not isinstance(tensor, torch.Tensor):
             given = "is None" if tensor is None else f"is of type {type(tensor).__name__}"
             raise TypeError(refusal("attention", name, given, "torch tensors are accepted"))
-        if unpack_dual(tensor).tangent is not None:
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
             accepted = "reverse-mode gradients of attention are what there is"
             raise UnsupportedError(refusal("attention", name, "has a forward-mode tangent", accepted))
 
@@ -112,8 +122,7 @@ def _pair(window: Any) -> tuple[int | None, int | None]:
 
 
 def _corner(causal: Any) -> str:
-    causal = _check.one_of("attention", "causal", causal, _check.CAUSAL)
-    return causal if isinstance(causal, str) else "bottom-right" if causal else "none"
+    return _operators.corner(_check.one_of("attention", "causal", causal, _check.CAUSAL))
 
 
 def _dtype(value: Any) -> torch.dtype | None:
@@ -134,8 +143,10 @@ _INTS = {
 
 def _tensor(name: str, value: int | Tensor | None, length: int, beside: Tensor, absent: int | None) -> Any:
     """The int as a tensor on the data's device, filled there without waiting for it; None when it says nothing."""
-    if value is None or isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor):
         return value
+    if value is None or (value == absent and type(value) is int):
+        return None
     dtype, low, high, accepted = _INTS[name]
     value = _check.integer("attention", name, value, low, high, accepted)
-    return None if value == absent else torch.full((length,), value, dtype=dtype, device=beside.device)
+    return torch.full((length,), value, dtype=dtype, device=beside.device)

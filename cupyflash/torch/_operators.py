@@ -9,6 +9,7 @@ is its default: so what is not given is left out all the way.
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ _ARRAYS = (
     "seed", "offset",
 )  # fmt: skip
 _DIFFERENTIABLE = 5
+_PAGES = 3 + _ARRAYS.index("block_table")
 _INPUTS = ", ".join(["Tensor q", "Tensor k", "Tensor v", *(f"Tensor? {name}=None" for name in _ARRAYS)])
 _OPTIONS = (
     'str layout="bshd", float? scale=None, str causal="none", int? window_left=None, int? window_right=None, '
@@ -53,7 +55,7 @@ _DEFAULTS = {x.name: x.default_value for x in attn_bwd._schema.arguments if x.kw
 def _call(given: tuple[Tensor | None, ...], options: dict[str, Any]) -> tuple[Attention, dict[str, Any]]:
     """What is to be computed, and the arguments beside q, k and v that are there."""
     options = _DEFAULTS | options
-    arguments: dict[str, Any] = {name: x for name, x in zip(_ARRAYS, given, strict=False) if x is not None}
+    arguments = _there(given)
     for name in ("max_seqlen_q", "max_seqlen_k"):
         if options[name] is not None:
             arguments[name] = options[name]
@@ -65,6 +67,10 @@ def _call(given: tuple[Tensor | None, ...], options: dict[str, Any]) -> tuple[At
         options["num_splits"], options["split_len"], options["allow_tf32"],
     )  # fmt: skip
     return attention, arguments
+
+
+def _there(given: tuple[Tensor | None, ...]) -> dict[str, Any]:
+    return {name: x for name, x in zip(_ARRAYS, given, strict=False) if x is not None}
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
@@ -115,41 +121,83 @@ def _backward_shapes(
 # What records a graph. `torch.library.register_autograd` would, and look at the schema of 28 arguments each time.
 
 
+def dispatched(given: tuple[Tensor | None, ...], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """`attn_fwd` of all its inputs and options."""
+    return attn_fwd(*_stated(given), **{name: value for name, value in options.items() if value != _DEFAULTS[name]})
+
+
+def direct(given: tuple[Tensor | None, ...], attention: Attention, hints: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The same where nobody but autograd listens to it, past the dispatcher."""
+    if not _is_recorded(given):
+        return _attend(attention, hints, *given)
+    attend = functools.partial(_attend, attention, hints)
+    return _Recorded.apply(attend, _options_of(attention) | hints, *_stated(given))
+
+
+def _attend(attention: Attention, hints: dict[str, Any], q: Any, k: Any, v: Any, *given: Tensor | None) -> Any:
+    return attention.fwd(q, k, v, **_there(given), **hints)
+
+
+def _stated(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return given[: 1 + max(i for i, x in enumerate(given) if x is not None)]
+
+
+def corner(causal: bool | str) -> str:
+    """In one type, as operators take no unions."""
+    return causal if isinstance(causal, str) else "bottom-right" if causal else "none"
+
+
+@functools.lru_cache(maxsize=512)
+def _options_of(attention: Attention) -> dict[str, Any]:
+    """What the operators are told of these options, no defaults among it."""
+    options = {name: getattr(attention, name) for name in _DEFAULTS.keys() & attention.__dataclass_fields__.keys()}
+    left, right = attention.window or (None, None)
+    options |= {"window_left": left, "window_right": right, "causal": corner(attention.causal)}
+    if attention.out_dtype is not None:
+        options["out_dtype"] = getattr(torch, attention.out_dtype)
+    return {name: value for name, value in options.items() if value != _DEFAULTS[name]}
+
+
+_USUAL_KINDS = {torch.Tensor, torch.nn.Parameter, type(None)}
+
+
+def _dispatch_keys() -> tuple[int, int]:
+    """What this thread's modes, transforms, traces and autocasts add to every tensor's keys, and take from them."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return included.raw_repr(), excluded.raw_repr()
+
+
+with ThreadPoolExecutor(1) as _pool:  # a new thread has no modes, whoever imports this under which
+    _USUAL_KEYS = _pool.submit(_dispatch_keys).result()
+
+
+def is_heard(given: tuple[Any, ...]) -> bool:
+    """Whether a call means something of its own to a mode, a transform, a profiler or a tensor's class or device."""
+    return (
+        _dispatch_keys() != _USUAL_KEYS
+        or torch._C._is_torch_function_mode_enabled()
+        or torch._C._autograd._profiler_enabled()
+        or not _USUAL_KINDS.issuperset(map(type, given))
+        or not (given[0].is_cuda or given[0].is_cpu)
+    )
+
+
 def _is_recorded(given: tuple[Tensor | None, ...]) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-
-
-def forward(q: Tensor, *given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
-    """`attn_fwd` of all its arguments; where nothing else wants to know of it, past the dispatcher's first half."""
-    last = max(i for i, x in enumerate(given) if x is not None)
-    given = given[: last + 1]
-    options = {name: value for name, value in options.items() if value != _DEFAULTS[name]}
-    device = q.device.type
-    is_eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
-    if is_eager and device in ("cpu", "cuda") and not torch.is_autocast_enabled(device):
-        return _record(attn_fwd, q, *given, **options)
-    return attn_fwd(q, *given, **options)
+    return torch.is_grad_enabled() and any(x.requires_grad for x in given if x is not None)
 
 
 def _record_of_keys(keys: Any, *given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
-    return _record(functools.partial(attn_fwd.redispatch, keys & torch._C._after_autograd_keyset), *given, **options)
-
-
-def _record(compute: Any, *given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
-    if _is_recorded(given):
-        return _Recorded.apply(compute, options, *given)
-    with torch._C._AutoDispatchBelowAutograd():
-        return compute(*given, **options)
+    below = functools.partial(attn_fwd.redispatch, keys & torch._C._after_autograd_keyset, **options)
+    return _Recorded.apply(below, options, *given) if _is_recorded(given) else below(*given)
 
 
 class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Any, options: dict[str, Any], *given: Tensor | None) -> tuple[Tensor, Tensor]:
-        if dict(zip(_ARRAYS, given[3:], strict=False)).get("block_table") is not None:
+        if any(x is not None for x in given[_PAGES:][:1]):
             accepted = "with pages no input may require grad: a gradient to pools of pages does not exist"
             raise UnsupportedError(refusal("attn_fwd", "block_table", "is given", accepted))
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = compute(*given, **options)
+        out, lse = compute(*given)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*given, out, lse)
         ctx.options = options
