@@ -176,7 +176,7 @@ def is_heard(given: tuple[Any, ...]) -> bool:
     return (
         _dispatch_keys() != _USUAL_KEYS
         or torch._C._is_torch_function_mode_enabled()
-        or torch._C._autograd._profiler_enabled()
+        or torch.autograd.profiler._is_profiler_enabled
         or not _USUAL_KINDS.issuperset(map(type, given))
         or not (given[0].is_cuda or given[0].is_cpu)
     )
