@@ -69,7 +69,8 @@ def measure(reps: int, device: Any) -> dict[str, Any]:
     torch.testing.assert_close(calls[-1](), flat(), rtol=2**-7, atol=2e-3)
     case = Case("cascade", "", SEQUENCES, SHARED + OWN, HEADS_Q, HEADS_KV, DIM, is_causal=True)
     contestants = {name: Rotating(cycle(those), nullcontext) for name, those in (("flat", [flat]), ("cascade", calls))}
-    taken = {name: quartiles[1] for name, quartiles in times(case, contestants, "forward", reps, device).items()}
+    measured = times(case, contestants, "forward", reps, device)
+    taken = {name: Rotating.ms(quartiles) for name, quartiles in measured.items()}
     return {
         "sequences": SEQUENCES,
         "shared": SHARED,

@@ -43,6 +43,19 @@ __device__ __forceinline__ void combine(Smem& smem, const FwdCombineParams& para
                            head * params.partial_out.stride_h + row * params.partial_out.stride_n;
   const int thread = kRowWarps > 1 ? threadIdx.x : warp::lane(), first = thread / kWarpSize;
 
+  Columns read[kTogether][kPasses];
+  const auto fetch = [&](int begin) {  // of this split and every kRowWarps-th behind it
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const int split = begin + i * kRowWarps, col = (pass * kWarpSize + warp::lane()) * kCount;
+        const bool is_there = split < params.num_splits && col < params.head_dim_v;
+        read[i][pass] = is_there ? *reinterpret_cast<const Columns*>(out + split * params.out_stride_split + col) : Columns{};
+      }
+  };
+  fetch(first);  // on their way while the weights are found
+
   Accum top = -kInfinity;
 #pragma unroll 1
   for (int i = thread; i < params.num_splits; i += kRowWarps * kWarpSize) top = ptx::max(top, lse[i * params.lse_stride_split]);
@@ -63,15 +76,6 @@ __device__ __forceinline__ void combine(Smem& smem, const FwdCombineParams& para
     total += own_weight;
     const int count = min_of(ceil_div(params.num_splits - begin, kRowWarps), kWarpSize);
     for (int next = 0; next < count; next += kTogether) {
-      Columns read[kTogether][kPasses] = {};
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i)
-#pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) {
-          const int col = (pass * kWarpSize + warp::lane()) * kCount;
-          if (next + i < count && col < params.head_dim_v)
-            read[i][pass] = *reinterpret_cast<const Columns*>(out + (begin + (next + i) * kRowWarps) * params.out_stride_split + col);
-        }
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
         const Accum weight = __shfl_sync(kFullWarp, own_weight, next + i);
@@ -80,6 +84,7 @@ __device__ __forceinline__ void combine(Smem& smem, const FwdCombineParams& para
 #pragma unroll
           for (int c = 0; c < kCount; ++c) sum[pass].x[c] = ptx::fma(weight, read[i][pass].x[c], sum[pass].x[c]);
       }
+      fetch(begin + (next + kTogether) * kRowWarps);
     }
   }
   total = warp_sum(total);
@@ -123,7 +128,6 @@ __device__ __forceinline__ void combine(Smem& smem, const FwdCombineParams& para
 
 extern "C" __global__ void __launch_bounds__(cf::kThreads) fwd_combine(const __grid_constant__ cf::FwdCombineParams params) {
   using namespace cf;
-  ptx::let_next_start();
   ptx::await_previous();
   __shared__ Smem smem;
   if (params.num_splits > kWarps) {
@@ -131,4 +135,5 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads) fwd_combine(const __g
   } else if (const int number = blockIdx.x * kWarps + threadIdx.x / kWarpSize; number < params.all_rows) {
     combine<1>(smem, params, number);
   }
+  ptx::let_next_start();  // no sooner: what is next may be another call's, whose blocks are to find all multiprocessors free
 }

@@ -49,7 +49,11 @@ using OutFragment = warp::Fragment<kM, kHeadDimV / 8, Accum>;
 extern "C" __global__ void __launch_bounds__(cf::kThreads, cf::kBlocksPerSm)
 fwd_generic(const __grid_constant__ cf::FwdParams params) {
   using namespace cf;
-  if (kIsSplit) ptx::let_next_start();
+  const bool is_alone = kIsSplit && params.num_splits == 1;
+  if constexpr (kIsSplit) {
+    if (!is_alone) ptx::let_next_start();
+    ptx::await_previous();
+  }
   extern __shared__ __align__(128) unsigned char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const Problem& problem = params.problem;
@@ -97,7 +101,6 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
       k_loader.load(smem.k, keys.begin - key, keys.end - key);
       k_loader.advance(-kKeyTile);
     }
-    ptx::cp_async_commit();
   };
   const auto load_v = [&](int tile) {
     const int key = split_begin + tile * kKeyTile;
@@ -107,7 +110,6 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
       v_loader.load(smem.v, keys.begin - key, keys.end - key);
       v_loader.advance(-kKeyTile);
     }
-    ptx::cp_async_commit();
   };
 
   const int warp_row = threadIdx.x / kWarpSize * kWarpRows;
@@ -117,6 +119,10 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
   const Accum fold = params.scores.fold;
 
   if (first_tile < end_tile) {
+    pages.find(last_key);
+    pages.publish(smem, end_tile - 1);
+    if constexpr (kIsPaged) __syncthreads();
+    load_k(end_tile - 1);  // on its way while it is found out where the rows of q are
     if constexpr (kPacksHeads) {
       cta::gather_rows<kThreads, kCopyBytes>(smem.q, query_end - query_begin, problem.head_dim, [&](int row) {
         return attn::rows<Element>(params.q, seq, seq.q_begin, head * group + (query_begin + row) % group, (query_begin + row) / group);
@@ -125,22 +131,21 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
       const Element* q_gmem = attn::rows<Element>(params.q, seq, seq.q_begin, head, query_begin);
       cta::load_rows<kThreads, kCopyBytes>(smem.q, q_gmem, params.q.stride_n, 0, query_end - query_begin, problem.head_dim);
     }
-    pages.find(last_key);
-    pages.publish(smem, end_tile - 1);
-    if constexpr (kIsPaged) __syncthreads();
-    load_k(end_tile - 1);
+    ptx::cp_async_commit();
   }
   for (int tile = end_tile - 1; tile >= first_tile; --tile) {
     const int key = split_begin + tile * kKeyTile;
     if constexpr (kIsSplit) {  // memory is what is waited for: k(tile) need not be there before v(tile) is asked for
       __syncthreads();  // everyone is done with v(tile + 1)
       load_v(tile);
+      ptx::cp_async_commit();
       ptx::cp_async_wait<1>();
       __syncthreads();  // k(tile) is there for everyone
     } else {
       ptx::cp_async_wait<0>();
       __syncthreads();  // k(tile) is there for everyone, and everyone is done with v(tile + 1)
       load_v(tile);
+      ptx::cp_async_commit();
     }
     pages.find(key - kKeyTile);  // on its way during the product
 
@@ -151,7 +156,10 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
     pages.publish(smem, tile - 1);
     ptx::cp_async_wait<0>();
     __syncthreads();  // v(tile) is there, and everyone is done with k(tile)
-    if (tile > first_tile) load_k(tile - 1);
+    if (tile > first_tile) {
+      load_k(tile - 1);
+      ptx::cp_async_commit();
+    }
 
     const int query = query_begin + warp_row;
     scores.apply(s, query, key, static_cast<SFragment*>(nullptr));
@@ -165,9 +173,10 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
     warp::matmul(out, s, smem, warp_row, smem.v);
   }
 
+  // No sooner, or blocks of the next call would take what this one's leave on some multiprocessors, and all of them end up unevenly laden.
+  if (is_alone) ptx::let_next_start();
   const int rows = query_end - query_begin - warp_row;
   const bool has_sink = params.scores.sink && !seq.is_slack && split == 0;
-  const bool is_alone = kIsSplit && params.num_splits == 1;
   const Accum unit = params.scores.fold * kLn2;
   const Accum* const sinks = static_cast<const Accum*>(params.scores.sink) + head * rows_per_query;
   Accum* lse = static_cast<Accum*>(params.lse.data) + split * params.lse_stride_split + seq.batch * params.lse.stride_b +

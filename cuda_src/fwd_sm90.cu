@@ -573,6 +573,7 @@ extern "C" __global__ void __launch_bounds__(cf::kThreads, 1) fwd_sm90(const __g
     }
     ptx::mbarrier_init_fence();
   }
+  if (kIsSplit) ptx::await_previous();
   __syncthreads();
   const int group = warp::uniform(threadIdx.x / kGroup);
   if (group == 0) {

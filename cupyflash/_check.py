@@ -56,6 +56,7 @@ _ALIGNED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "k_pages", "v_pages"
 _LARGEST_STEP = 2**36  # elements
 FORMS = 512  # that are remembered
 _WRITTEN_POOLS = ("k_pages", "v_pages")  # by an append
+_ANY_STRIDE = ("cu_seqlens_q", "cu_seqlens_k")  # of which kernels read every such element
 _WITH_VALUES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seed", "offset")  # that `check_values` looks at
 # Name to default, bounds and what is accepted.
 INT_OR_ARRAY: dict[str, tuple[int | None, int, int, str]] = {
@@ -451,7 +452,7 @@ def _judge(
     copies = tuple(
         name
         for name, a in arrays.by_name.items()
-        if place[0] == "cuda" and name not in written and not has_unit_stride(a.shape, a.strides)
+        if place[0] == "cuda" and name not in (*written, *_ANY_STRIDE) and not has_unit_stride(a.shape, a.strides)
     )
     views = _blank_views(arrays, outputs, copies, spec.paged)
     return Judged(

@@ -114,6 +114,29 @@ def test_wild_offsets_stay_inside_the_arrays(gpu: CupyBackend, offsets: list[int
         assert (gpu.get(array[rows:]) == 7).all()
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("step", [3, -2])
+@pytest.mark.parametrize("plan", ["fwd_sm90", "fwd_generic"])
+def test_offsets_of_any_stride_are_read_where_they_lie(
+    gpu: CupyBackend, dtype: Any, step: int, plan: str, rng: Random
+) -> None:
+    cupy = gpu.xp
+    if plan == "fwd_sm90" and cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("a kernel of Hopper's alone")
+    ends = np.array([0, 65, 65, 129, 200], dtype)
+    spread = cupy.full(abs(step) * len(ends), 77, dtype)[::step]
+    spread[...] = cupy.asarray(ends)
+    q, k, v, dout = (gpu.put(_draw(rng, 200, 2, 64)) for _ in range(4))
+    packed: dict[str, Any] = {"layout": "thd", "causal": True}
+    found, expected = [], []
+    for results, offsets in ((found, spread), (expected, cupy.asarray(ends))):
+        both = packed | {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+        saved = cf.attn_fwd(q, k, v, **both, plan=plan)
+        results += [*saved, *cf.attn_bwd(q, k, v, *saved, dout, **both, deterministic=True)]
+    for one, other in zip(found, expected, strict=True):
+        assert gpu.get(one).tobytes() == gpu.get(other).tobytes()
+
+
 @pytest.mark.parametrize(("dtype", "dim"), [(np.float32, 64), (BF16, 64), (BF16, 128), (BF16, 256)])
 def test_empty_rows_do_not_touch_a_nan_in_dout(gpu: CupyBackend, dtype: Any, dim: int, rng: Random) -> None:
     """Rows that see nothing beside rows that do, in one tile: whatever their dout is, gradients are as with zeros."""

@@ -14,7 +14,7 @@ from cupyflash._cuda import device, driver, params, source
 from cupyflash._cuda.constants import KERNELS
 from cupyflash._cuda.device import KNOWN
 
-ALWAYS_FIRST = {"fwd_sm90", "fwd_generic", "bwd_preprocess", "kv_append"}  # of a call's kernels
+NEVER_EARLY = {"bwd_preprocess", "kv_append"}
 WAITS = "ptx::await_previous();"
 
 
@@ -27,15 +27,20 @@ def call(cupy: Any, *, num_splits: int = 0, **options: Any) -> list[tuple[str, b
     return [(launched.binary[0], launched.is_early) for launched in cupy.launches]
 
 
-def test_all_but_the_first_kernel_of_a_call_start_early(fake_cuda: Any) -> None:
-    first, *others = call(fake_cuda, num_splits=2)
-    assert (first, *others) == (
-        ("fwd_generic", False),
-        ("fwd_combine", True),
-        ("bwd_preprocess", False),
-        ("bwd_sm90", True),
-        ("bwd_finish", True),
-    )
+@pytest.mark.parametrize(
+    ("num_splits", "forward"), [(1, [("fwd_sm90", False)]), (2, [("fwd_generic", True), ("fwd_combine", True)])]
+)
+def test_all_start_early_but_first_kernels_of_many_blocks(fake_cuda: Any, num_splits: int, forward: Any) -> None:
+    backward = [("bwd_preprocess", False), ("bwd_sm90", True), ("bwd_finish", True)]
+    assert call(fake_cuda, num_splits=num_splits) == forward + backward
+
+
+def test_few_queries_start_early_whether_split_or_not(fake_cuda: Any) -> None:
+    q, k = (fake_cuda.ndarray(np.zeros((1, n, 4, 64), ml_dtypes.bfloat16), 0) for n in (1, 300))
+    for num_splits in (1, 2):
+        cf.attn_fwd(q, k, k, num_splits=num_splits)
+    kernels = [(launched.binary[0], launched.is_early) for launched in fake_cuda.launches]
+    assert kernels == [("fwd_generic", True)] * 2 + [("fwd_combine", True)]
 
 
 def test_a_merge_starts_early_behind_whatever_is_in_front(fake_cuda: Any) -> None:
@@ -85,7 +90,7 @@ def test_a_refused_launch_is_an_error(fake_cuda: Any, monkeypatch: pytest.Monkey
         call(fake_cuda)
 
 
-@pytest.mark.parametrize("kernel", sorted(set(KERNELS.values()) - ALWAYS_FIRST))
+@pytest.mark.parametrize("kernel", sorted(set(KERNELS.values()) - NEVER_EARLY))
 def test_a_kernel_behind_another_waits_before_any_way_out(kernel: str) -> None:
     """Else the kernel behind it, which waits for it alone, could overtake the one in front."""
     text = (source.root() / f"{kernel}.cu").read_text("utf-8")

@@ -19,6 +19,8 @@ struct Problem {
   const int* seqused_k;         // [B]
   const int* q_start;           // [B]; null: q_start_value
   const int* k_start;           // [B]; null: k_start_value
+  int64 cu_seqlens_q_stride;
+  int64 cu_seqlens_k_stride;
   int64 q_start_value;
   int64 k_start_value;
   int64 window_left;            // visible iff p - left <= r <= p + right; a large number when unbounded

@@ -303,7 +303,7 @@ def preprocess(call: Call) -> Work:
     constants = BwdPreprocess(element, out.dtype, dout.dtype, copy_bytes=1)
     plan = Plan(constants, _device.of(call.device).arch, "delta alone")
     tiles = tiles_of(call.len_q, constants.query_tile, call)
-    where = (*(0,) * 9, call.batch, call.len_q, 0, heads, heads, dim, dim, tiles, 0, 0, 0, 0)
+    where = (*(0,) * 11, call.batch, call.len_q, 0, heads, heads, dim, dim, tiles, 0, 0, 0, 0)
     blocks = _blocks(call, call.len_q, constants.query_tile, heads)
     schedule = Schedule(call.device)
     schedule.launch(plan, blocks, _preprocess_values(call, where, call.delta, None, (0, 0, 0, 0, 0), (0, 0, 0)))

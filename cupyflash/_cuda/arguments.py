@@ -47,6 +47,8 @@ def problem(spec: Spec, call: Call, query_tile: int, key_tile: int, group: int =
         pointer(call.seqused_k),
         q_start.ptr if isinstance(q_start, View) else 0,
         k_start.ptr if isinstance(k_start, View) else 0,
+        0 if call.cu_seqlens_q is None else call.cu_seqlens_q.strides[0],
+        0 if call.cu_seqlens_k is None else call.cu_seqlens_k.strides[0],
         q_start if isinstance(q_start, int) else 0,
         k_start if isinstance(k_start, int) else 0,
         UNBOUNDED if call.window_left is None else min(call.window_left, UNBOUNDED),

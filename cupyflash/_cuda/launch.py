@@ -1,8 +1,9 @@
 """The only caller of a kernel.
 
 All but the first kernel of a call may start before the one in front of them is done (programmatic dependent launch, on
-sm_90 and later): they wait for it themselves, `ptx/griddepcontrol.cuh`, so that only the starting overlaps. So may a
-merge, whatever is in front. Other first kernels have so many blocks that they would stand in the way of what is left.
+sm_90 and later): they wait for it themselves, `ptx/griddepcontrol.cuh`, so that only the starting overlaps. So may the
+first of a merge or of split keys, whatever is in front. Other first kernels have so many blocks that they would stand
+in the way of what is left.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Schedule:
     def launch(self, plan: Plan[Any], blocks: int, values: tuple[Any, ...]) -> None:
         """Add a launch of `blocks` blocks with this struct; nothing for none."""
         if blocks:
-            may_be_early = bool(self.steps) or plan.kernel == "merge_states"
+            may_be_early = bool(self.steps) or plan.is_always_early
             is_early = may_be_early and plan.arch >= _EARLY_ARCH and driver.launches_early()
             self.steps.append((EarlyLaunch if is_early else Launch)(plan, blocks, values, self.device))
 

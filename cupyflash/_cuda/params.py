@@ -20,6 +20,8 @@ PROBLEM = (
     ("seqused_k", "P"),
     ("q_start", "P"),
     ("k_start", "P"),
+    ("cu_seqlens_q_stride", "q"),
+    ("cu_seqlens_k_stride", "q"),
     ("q_start_value", "q"),
     ("k_start_value", "q"),
     ("window_left", "q"),

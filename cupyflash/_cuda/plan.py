@@ -34,6 +34,7 @@ from .constants import (
     FwdCombine,
     FwdGeneric,
     FwdSm90,
+    MergeStates,
     accum_of,
 )
 from .device import Device
@@ -91,6 +92,11 @@ class Plan(Generic[C]):
     @property
     def smem_bytes(self) -> int:
         return self.constants.smem_bytes
+
+    @property
+    def is_always_early(self) -> bool:
+        """Whether it starts early as a call's first kernel too."""
+        return isinstance(self.constants, MergeStates) or getattr(self.constants, "is_split", False)
 
     @property
     def combine(self) -> Plan[FwdCombine] | None:

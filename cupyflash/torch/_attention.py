@@ -64,13 +64,12 @@ def attention(
     tensor([2.0833, 1.0833, 0.5833, 0.2500])
     """
     _require(q=q, k=k, v=v, bias=bias, sink=sink)
-    seqs = _sequences(q, cu_seqlens_q)
     if seed is None and dropout_p:
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
     given = (
         q, k, v, bias, sink, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table,
-        _tensor("q_start", q_start, seqs, q, absent=None), _tensor("k_start", k_start, seqs, q, absent=0),
-        _tensor("seed", seed, 1, q, absent=None), _tensor("offset", offset, 1, q, absent=0),
+        _tensor("q_start", q_start, q, cu_seqlens_q, None), _tensor("k_start", k_start, q, cu_seqlens_q, 0),
+        _tensor("seed", seed, q, None, None), _tensor("offset", offset, q, None, 0),
     )  # fmt: skip
     if torch.compiler.is_compiling() or _operators.is_heard(given):
         left, right = _pair(window)
@@ -141,7 +140,7 @@ _INTS = {
 }
 
 
-def _tensor(name: str, value: int | Tensor | None, length: int, beside: Tensor, absent: int | None) -> Any:
+def _tensor(name: str, value: int | Tensor | None, q: Tensor, cu_seqlens_q: Tensor | None, absent: int | None) -> Any:
     """The int as a tensor on the data's device, filled there without waiting for it; None when it says nothing."""
     if isinstance(value, torch.Tensor):
         return value
@@ -149,4 +148,5 @@ def _tensor(name: str, value: int | Tensor | None, length: int, beside: Tensor, 
         return None
     dtype, low, high, accepted = _INTS[name]
     value = _check.integer("attention", name, value, low, high, accepted)
-    return torch.full((length,), value, dtype=dtype, device=beside.device)
+    length = _sequences(q, cu_seqlens_q) if dtype == torch.int32 else 1
+    return torch.full((length,), value, dtype=dtype, device=q.device)

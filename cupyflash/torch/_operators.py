@@ -130,8 +130,8 @@ def direct(given: tuple[Tensor | None, ...], attention: Attention, hints: dict[s
     """The same where nobody but autograd listens to it, past the dispatcher."""
     if not _is_recorded(given):
         return _attend(attention, hints, *given)
-    attend = functools.partial(_attend, attention, hints)
-    return _Recorded.apply(attend, _options_of(attention) | hints, *_stated(given))
+    attend, options = functools.partial(_attend, attention, hints), functools.partial(_options_of, attention, hints)
+    return _Recorded.apply(attend, options, *_stated(given))
 
 
 def _attend(attention: Attention, hints: dict[str, Any], q: Any, k: Any, v: Any, *given: Tensor | None) -> Any:
@@ -139,7 +139,10 @@ def _attend(attention: Attention, hints: dict[str, Any], q: Any, k: Any, v: Any,
 
 
 def _stated(given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    return given[: 1 + max(i for i, x in enumerate(given) if x is not None)]
+    last = len(given)
+    while given[last - 1] is None:
+        last -= 1
+    return given[:last]
 
 
 def corner(causal: bool | str) -> str:
@@ -147,12 +150,11 @@ def corner(causal: bool | str) -> str:
     return causal if isinstance(causal, str) else "bottom-right" if causal else "none"
 
 
-@functools.lru_cache(maxsize=512)
-def _options_of(attention: Attention) -> dict[str, Any]:
+def _options_of(attention: Attention, hints: dict[str, Any]) -> dict[str, Any]:
     """What the operators are told of these options, no defaults among it."""
     options = {name: getattr(attention, name) for name in _DEFAULTS.keys() & attention.__dataclass_fields__.keys()}
     left, right = attention.window or (None, None)
-    options |= {"window_left": left, "window_right": right, "causal": corner(attention.causal)}
+    options |= {"window_left": left, "window_right": right, "causal": corner(attention.causal)} | hints
     if attention.out_dtype is not None:
         options["out_dtype"] = getattr(torch, attention.out_dtype)
     return {name: value for name, value in options.items() if value != _DEFAULTS[name]}
@@ -183,24 +185,24 @@ def is_heard(given: tuple[Any, ...]) -> bool:
 
 
 def _is_recorded(given: tuple[Tensor | None, ...]) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in given if x is not None)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
 
 def _record_of_keys(keys: Any, *given: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
     below = functools.partial(attn_fwd.redispatch, keys & torch._C._after_autograd_keyset, **options)
-    return _Recorded.apply(below, options, *given) if _is_recorded(given) else below(*given)
+    return _Recorded.apply(below, lambda: options, *given) if _is_recorded(given) else below(*given)
 
 
 class _Recorded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, compute: Any, options: dict[str, Any], *given: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, compute: Any, options: Any, *given: Tensor | None) -> tuple[Tensor, Tensor]:
         if any(x is not None for x in given[_PAGES:][:1]):
             accepted = "with pages no input may require grad: a gradient to pools of pages does not exist"
             raise UnsupportedError(refusal("attn_fwd", "block_table", "is given", accepted))
         out, lse = compute(*given)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*given, out, lse)
-        ctx.options = options
+        ctx.options = options  # a function, as they may never be asked for
         return out, lse
 
     @staticmethod
@@ -211,7 +213,7 @@ class _Recorded(torch.autograd.Function):
         bias_grad = ctx.needs_input_grad[2 + 3] if len(given) > 3 else True
         if not bias_grad:  # a mask needs not the time that dbias takes
             wanted[3] = None
-        grads = iter(attn_bwd(dout, dlse, out, lse, *given, **ctx.options, bias_grad=bias_grad))
+        grads = iter(attn_bwd(dout, dlse, out, lse, *given, **ctx.options(), bias_grad=bias_grad))
         of_given = [None if like is None else next(grads) for like in wanted]
         return (None, None, *of_given, *([None] * (len(given) - len(wanted))))
 

@@ -20,7 +20,7 @@ struct Sequence {
 // Distances saturate here; a position further away is masked or discounted alike.
 constexpr int64 kFar = int64{1} << 30;
 
-__device__ __forceinline__ int read_offset(const void* cu_seqlens, bool is_64, int i, int total) {
+__device__ __forceinline__ int read_offset(const void* cu_seqlens, bool is_64, int64 i, int total) {
   const int64 raw = is_64 ? static_cast<const int64*>(cu_seqlens)[i] : static_cast<const int*>(cu_seqlens)[i];
   return static_cast<int>(clamp<int64>(raw, 0, total));  // garbage never leads out of bounds
 }
@@ -43,11 +43,11 @@ __device__ __forceinline__ Sequence packed_sequence(const Problem& p, int index)
   s.is_slack = index >= p.batch;
   const int row = index == p.batch ? p.batch : index == p.batch + 1 ? -1 : index;
   const auto q_bound = [&](int i) {
-    return i < 0 ? 0 : i > p.batch ? p.len_q : read_offset(p.cu_seqlens_q, p.is_cu_seqlens_q_64, i, p.len_q);
+    return i < 0 ? 0 : i > p.batch ? p.len_q : read_offset(p.cu_seqlens_q, p.is_cu_seqlens_q_64, i * p.cu_seqlens_q_stride, p.len_q);
   };
   const auto k_bound = [&](int i) {  // in pages every sequence has as many as its table names
     if (!p.cu_seqlens_k) return i <= row ? 0 : p.len_k;
-    return i < 0 ? 0 : i > p.batch ? p.len_k : read_offset(p.cu_seqlens_k, p.is_cu_seqlens_k_64, i, p.len_k);
+    return i < 0 ? 0 : i > p.batch ? p.len_k : read_offset(p.cu_seqlens_k, p.is_cu_seqlens_k_64, i * p.cu_seqlens_k_stride, p.len_k);
   };
   s.q_begin = q_bound(row);
   s.k_begin = k_bound(row);

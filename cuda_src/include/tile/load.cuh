@@ -72,13 +72,18 @@ __device__ __forceinline__ void load_rows(Tile& tile, const typename Tile::Type*
   RowLoader<kThreads, kCopyBytes, Tile>(rows, stride, cols).load(tile, begin, end);
 }
 
-// A tile whose rows lie anywhere: `row_at` says where. Rows from `count` on become zeros.
+// A tile whose rows lie anywhere: `row_at` says where, and is not asked for rows from `count` on, which become zeros.
 template <int kThreads, int kCopyBytes, class Tile, class F>
 __device__ __forceinline__ void gather_rows(Tile& tile, int count, int cols, const F& row_at) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < Tile::kRows * Tile::kChunks; i += kThreads) {
     const int row = i / Tile::kChunks, col = i % Tile::kChunks * Tile::kChunk;
-    copy_chunk<kCopyBytes>(tile.at(row, col), row_at(min_of(row, count - 1)) + col, row < count ? clamp(cols - col, 0, Tile::kChunk) : 0);
+    auto* const dst = tile.at(row, col);
+    if (row < count) {
+      copy_chunk<kCopyBytes>(dst, row_at(row) + col, clamp(cols - col, 0, Tile::kChunk));
+    } else {
+      *reinterpret_cast<uint4*>(dst) = uint4{};
+    }
   }
 }
 
