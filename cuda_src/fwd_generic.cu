@@ -179,39 +179,38 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
   const bool has_sink = params.scores.sink && !seq.is_slack && split == 0;
   const Accum unit = params.scores.fold * kLn2;
   const Accum* const sinks = static_cast<const Accum*>(params.scores.sink) + head * rows_per_query;
-  Accum* lse = static_cast<Accum*>(params.lse.data) + split * params.lse_stride_split + seq.batch * params.lse.stride_b +
-               head * params.lse.stride_h + seq.q_begin * rows_per_query + query_begin + warp_row;
+  Accum* const lse = static_cast<Accum*>(params.lse.data) + split * params.lse_stride_split + seq.batch * params.lse.stride_b +
+                     head * params.lse.stride_h + seq.q_begin * rows_per_query + query_begin + warp_row;
+  Result* const out_gmem = attn::rows<Result>(params.out, seq, seq.q_begin * rows_per_query, head, query_begin + warp_row) +
+                           split * params.out_stride_split;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      if (kIsSplit && 16 * m + 8 * half >= rows) continue;
       Accum factor;
       const int row = 16 * m + warp::fragment_row(2 * half);
       const Accum sink = has_sink ? sinks[kPacksHeads ? (query_begin + warp_row + row) % group : 0] : Accum(0);
       const Accum row_lse = softmax.finish(m, half, unit, has_sink, sink, factor);
-      if (row < rows && warp::lane() % 4 == 0 && !is_alone) lse[row] = row_lse;
       const bool is_empty = factor == 0;  // selected, not multiplied: zero even where v holds a NaN
       if constexpr (kHasDropout) factor *= Accum(params.scores.keep_scale);
 #pragma unroll
       for (int n = 0; n < kHeadDimV / 8; ++n)
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) out.x[m][n][i] = is_empty ? Accum(0) : out.x[m][n][i] * factor;
-      if (is_alone && row < rows) {  // each row to where its query and head are
+      if (row >= rows) continue;
+      if (!is_alone) {
+        if (warp::lane() % 4 == 0) lse[row] = row_lse;
+        if constexpr (kIsSplit)
+          warp::store_row<kCopyBytes>(out_gmem + row * params.out.stride_n, problem.head_dim_v, out, m, half);
+      } else {  // each row to where its query and head are
         const int number = query_begin + warp_row + row, query = number / rows_per_query;
         const int query_head = head * rows_per_query + number % rows_per_query;
         if (warp::lane() % 4 == 0) *attn::rows<Accum>(params.lse, seq, seq.q_begin, query_head, query) = row_lse;
         OutElement* const dst = attn::rows<OutElement>(params.out, seq, seq.q_begin, query_head, query);
-#pragma unroll
-        for (int n = 0; n < kHeadDimV / 8; ++n)
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int col = 8 * n + warp::fragment_col(i);
-            if (col < problem.head_dim_v) dst[col] = convert<OutElement>(out.x[m][n][2 * half + i]);
-          }
+        warp::store_row<kCopyBytes>(dst, problem.head_dim_v, out, m, half);
       }
     }
-  if (is_alone) return;
-  Result* out_gmem = attn::rows<Result>(params.out, seq, seq.q_begin * rows_per_query, head, query_begin + warp_row) +
-                     split * params.out_stride_split;
-  warp::store_global<Result, kCopyBytes, false>(out_gmem, params.out.stride_n, rows, problem.head_dim_v, out);
+  if constexpr (!kIsSplit)
+    warp::store_global<Result, kCopyBytes, false>(out_gmem, params.out.stride_n, rows, problem.head_dim_v, out);
 }

@@ -176,4 +176,25 @@ __device__ __forceinline__ void store_global(T* gmem, int64 row_stride, int rows
     }
 }
 
+// Writes one row of a fragment, each lane its own pairs of columns: for rows that lie apart, or are few.
+template <int kBytes, class T, int kM, int kN, class A>
+__device__ __forceinline__ void store_row(T* dst, int cols, const Fragment<kM, kN, A>& f, int m, int half) {
+  constexpr bool kPairs = kBytes >= 2 * static_cast<int>(sizeof(T)) && (!kIsHalf<T> || kIsSame<A, float>);
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const int col = 8 * n + fragment_col(0);
+    const A lo = f.x[m][n][2 * half], hi = f.x[m][n][2 * half + 1];
+    if (kPairs && col + 1 < cols) {
+      if constexpr (kIsHalf<T>) {
+        *reinterpret_cast<uint32*>(dst + col) = pack<T>(lo, hi);
+      } else {
+        *reinterpret_cast<tile::Pair<T>*>(dst + col) = {{T(lo), T(hi)}};
+      }
+    } else {
+      if (col < cols) dst[col] = convert<T>(lo);
+      if (col + 1 < cols) dst[col + 1] = convert<T>(hi);
+    }
+  }
+}
+
 }  // namespace cf::warp
