@@ -2,7 +2,7 @@
 //
 // Of few splits a row is a warp's, of many a block's: every warp then takes each kWarps-th split, and the warps' sums meet in shared memory.
 // A split counts exp(l_s - max); one in which the row sees no key has l_s = -inf and, as the forward leaves it, zeros. The order of sums depends
-// on the number of splits alone.
+// on the number of splits alone. A state of other keys (cascade) is one split more, the last, and read element by element as it may lie anywhere.
 #include "params.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/math.cuh"
@@ -42,6 +42,7 @@ __device__ __forceinline__ void combine(Smem& smem, const FwdCombineParams& para
   const Accum* const out = static_cast<const Accum*>(params.partial_out.data) + batch * params.partial_out.stride_b +
                            head * params.partial_out.stride_h + row * params.partial_out.stride_n;
   const int thread = kRowWarps > 1 ? threadIdx.x : warp::lane(), first = thread / kWarpSize;
+  const int query = row / params.group, query_head = head * params.group + row % params.group;
 
   Columns read[kTogether][kPasses];
   const auto fetch = [&](int begin) {  // of this split and every kRowWarps-th behind it
@@ -55,8 +56,23 @@ __device__ __forceinline__ void combine(Smem& smem, const FwdCombineParams& para
       }
   };
   fetch(first);  // on their way while the weights are found
+  Columns beside[kPasses] = {};
+  Accum beside_lse = -kInfinity;
+  if (params.beside_lse.data) {
+    const auto at = [&](const Tensor& t) {
+      return static_cast<const Accum*>(t.data) + batch * t.stride_b + query * t.stride_n + query_head * t.stride_h;
+    };
+    beside_lse = *at(params.beside_lse);
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass)
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) {
+        const int col = (pass * kWarpSize + warp::lane()) * kCount + c;
+        if (first == 0 && col < params.head_dim_v) beside[pass].x[c] = at(params.beside_out)[col];
+      }
+  }
 
-  Accum top = -kInfinity;
+  Accum top = beside_lse;
 #pragma unroll 1
   for (int i = thread; i < params.num_splits; i += kRowWarps * kWarpSize) top = ptx::max(top, lse[i * params.lse_stride_split]);
   top = warp_max(top);
@@ -87,6 +103,14 @@ __device__ __forceinline__ void combine(Smem& smem, const FwdCombineParams& para
       fetch(begin + (next + kTogether) * kRowWarps);
     }
   }
+  if (first == 0 && beside_lse > -kInfinity) {  // else what stands beside it is not used, whatever it is
+    const Accum weight = ptx::exp2((beside_lse - top) * Accum(kLog2E));
+    if (warp::lane() == 0) total += weight;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass)
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) sum[pass].x[c] = ptx::fma(weight, beside[pass].x[c], sum[pass].x[c]);
+  }
   total = warp_sum(total);
   if constexpr (kRowWarps > 1) {
 #pragma unroll
@@ -100,7 +124,6 @@ __device__ __forceinline__ void combine(Smem& smem, const FwdCombineParams& para
 
   const bool is_empty = total == 0;
   const Accum factor = is_empty ? Accum(0) : Accum(1) / total;
-  const int query = row / params.group, query_head = head * params.group + row % params.group;
   OutElement* const result = static_cast<OutElement*>(params.out.data) + batch * params.out.stride_b + query * params.out.stride_n +
                              query_head * params.out.stride_h;
   const auto store = [&](int col, Accum x) {

@@ -365,14 +365,35 @@ def _call(function: str, attention: Attention, arguments: dict[str, Any], *, bac
     return call.run()
 
 
+def leaves_parts(attention: Attention, arguments: dict[str, Any]) -> bool:
+    """Whether such a forward ends with merging what it has of parts of its keys."""
+    spec, call, backend = _judged("attn_fwd", attention, arguments, backward=False)
+    return backend.plan_bytes(spec, call, backend.plan(spec, call, backward=False)) > 0
+
+
+def forward_beside(attention: Attention, state: AttnOutput, arguments: dict[str, Any]) -> Any:
+    """Such a forward that also merges the state of other keys, of `Attention.fwd`'s sums' dtype."""
+    beside = {"beside_out": state.out, "beside_lse": state.lse}
+    return _call("attn_fwd", attention, _defaults(Attention.fwd) | arguments | beside, backward=False)
+
+
+def _defaults(method: Any) -> dict[str, Any]:
+    parameters = inspect.signature(method).parameters
+    return {name: parameter.default for name, parameter in parameters.items() if name != "self"}
+
+
 def planned(function: str, attention: Attention, given: dict[str, Any], *, backward: bool) -> tuple[Any, int]:
     """The plan of a call with these arguments, under its own name in messages, and the bytes of workspace it needs."""
-    signature = inspect.signature(Attention.bwd if backward else Attention.fwd)
-    arguments = {name: parameter.default for name, parameter in signature.parameters.items()} | given
-    del arguments["self"], arguments["plan"]
-    checked = _check.checked_call(function, attention, arguments, backward=backward, planning=True)
-    spec, call, backend = checked.judged.spec, checked.judged.call, _interop.backend(checked.adopted.place)
+    spec, call, backend = _judged(function, attention, given, backward=backward)
     return backend.plan(spec, call, backward=backward), backend.workspace_bytes(spec, call, backward=backward)
+
+
+def _judged(function: str, attention: Attention, given: dict[str, Any], *, backward: bool) -> tuple[Any, Any, Any]:
+    """What such a call asks, and the backend that it asks."""
+    arguments = _defaults(Attention.bwd if backward else Attention.fwd) | given
+    del arguments["plan"]
+    checked = _check.checked_call(function, attention, arguments, backward=backward, planning=True)
+    return checked.judged.spec, checked.judged.call, _interop.backend(checked.adopted.place)
 
 
 def attention_of(

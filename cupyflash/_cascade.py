@@ -19,7 +19,7 @@ import numpy as np
 
 from cupyflash import _interop
 from cupyflash._api import attn_bwd_preprocess
-from cupyflash._attention import Attention, AttnOutput
+from cupyflash._attention import Attention, AttnOutput, forward_beside, leaves_parts
 from cupyflash._errors import UnsupportedError, refusal
 from cupyflash._making import Maker
 from cupyflash._merge import merge_states
@@ -154,9 +154,12 @@ def attn_cascade(
     """
     extras = {"cu_seqlens_q": cu_seqlens_q, "alibi_slopes": alibi_slopes, "sink": sink}
     cascade = _Cascade("attn_cascade", {"q": q}, levels, attention, extras, max_seqlen_q, check)
+    merging = cascade.merging_call()
     states: list[AttnOutput] = []
     last = -1
     for call in cascade.calls:
+        if call is merging:
+            continue
         state = call.attention.fwd(q, *call.keys, **call.arguments)
         if call.level == last:
             merge_states([states[-1].out, state.out], [states[-1].lse, state.lse], layout="thd", **states[-1]._asdict())
@@ -164,7 +167,11 @@ def attn_cascade(
             states.append(state)
         last = call.level
     outs, lses = map(list, zip(*states, strict=True))
-    return merge_states(outs, lses, layout="thd", out_dtype=attention.out_dtype or cascade.dtype)
+    dtype = attention.out_dtype or cascade.dtype
+    if merging is None:
+        return merge_states(outs, lses, layout="thd", out_dtype=dtype)
+    others = states[0] if len(states) == 1 else merge_states(outs, lses, layout="thd")
+    return forward_beside(merging.attention.replace(out_dtype=dtype), others, merging.all_arguments(q))
 
 
 def attn_cascade_bwd(
@@ -231,6 +238,9 @@ class _Call(NamedTuple):
     attention: Attention
     keys: tuple[Any, Any]
     arguments: dict[str, Any]
+
+    def all_arguments(self, q: Any) -> dict[str, Any]:
+        return {"q": q, "k": self.keys[0], "v": self.keys[1], **self.arguments}
 
 
 @dataclass(frozen=True)
@@ -457,6 +467,16 @@ class _Cascade(Maker):
         """Each group's entry for each of its sequences."""
         groups = self.groups[i]
         return of_groups[self.int32(groups.of_sequence)] if groups.are_shared else of_groups
+
+    def merging_call(self) -> _Call | None:
+        """The only call of a level, which merges parts of its keys anyway, and so the other levels' states too."""
+        if self.adopted.backend != "cuda" or len(self.levels) == 1:
+            return None
+        levels = [call.level for call in self.calls]
+        for call in self.calls:
+            if levels.count(call.level) == 1 and leaves_parts(call.attention, call.all_arguments(self.arrays["q"])):
+                return call
+        return None
 
     def zeros_like(self, array: Any) -> Any:
         return self.zeros(tuple(array.shape), self.sums)

@@ -44,9 +44,9 @@ FEW_QUERIES = 16
 MANY_KEYS, FEW_TILES = 2048, 88
 MANY_BLOCKS = 768  # of few queries: more come one behind the other
 _POOLS = {"bshd": "pages page_size Hkv {}", "bhsd": "pages Hkv page_size {}", "thd": "pages page_size Hkv {}"}
-_QUERY_ROWS = {"q": "D", "out": "Dv", "dout": "Dv", "dq": "D"}
+_QUERY_ROWS = {"q": "D", "out": "Dv", "beside_out": "Dv", "dout": "Dv", "dq": "D"}
 _KEY_ROWS = {"k": "D", "v": "Dv", "dk": "D", "dv": "Dv"}
-_PER_ROW = ("lse", "delta", "dlse")
+_PER_ROW = ("lse", "beside_lse", "delta", "dlse")
 
 # Caller's axes for each canonical axis; None is the packed form's leading axis of one.
 _ORDER = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "thd": (None, 0, 1, 2)}
@@ -501,7 +501,7 @@ def _check_shapes(arrays: Arrays) -> None:
     query, key, row = AXES[layout]
     if "block_table" in arrays:
         key = _POOLS[layout]
-    for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
+    for name in ("q", "k", "v", "out", "beside_out", "dout", "dq", "dk", "dv"):
         axes, head_dim = (query, _QUERY_ROWS[name]) if name in _QUERY_ROWS else (key, _KEY_ROWS[name])
         arrays.match(name, axes.format(head_dim))
     for name in _PER_ROW:
@@ -590,7 +590,7 @@ def _check_dtypes(arrays: Arrays, attention: Attention, backward: bool, accumula
     for name in ("k", "v"):
         arrays.check_dtype(name, (dtype,), " as in `q`")
     rows = "float64" if dtype == "float64" else "float32"
-    for name in ("lse", "delta", "dlse", "sink", "alibi_slopes"):
+    for name in ("lse", "beside_out", "beside_lse", "delta", "dlse", "sink", "alibi_slopes"):
         arrays.check_dtype(name, (rows,), f" with {dtype} inputs")
     arrays.check_dtype("bias", FLOATS)
     for name in ("cu_seqlens_q", "cu_seqlens_k"):

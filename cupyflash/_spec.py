@@ -133,6 +133,8 @@ class Call:
     cu_seqlens_k: View | None = None
     seqused_k: View | None = None
     block_table: View | None = None
+    beside_out: View | None = None  # a state of other keys, which partial results are merged with too; like out
+    beside_lse: View | None = None
 
     dout: View | None = None
     delta: View | None = None  # given by the caller; None: computed from out, dout and dlse

@@ -69,6 +69,11 @@ CASES: dict[str, Case] = {
     "more queries than keys behind a window": Case((9, 2), (((2,), (4,)), (None, (1, 3))), {"window": (5, 2)}),
     "one level": Case(ONE_EACH, (((4, 1), (53, 20)),), CAUSAL),
     "one level, in turns": Case(ONE_EACH, (((1, 4), (53, 20)),), CAUSAL, ("alibi_slopes",)),
+    "a long prefix": Case(ONE_EACH, (((5,), (2600,)), OWN), CAUSAL),
+    "long prefixes, three levels": Case(
+        ONE_EACH, (((3, 2), (2600, 1900)), ((2, 1, 2), (300, 0, 1)), (None, (0, 1, 0, 0, 5))), CAUSAL, ("sink", "dlse")
+    ),
+    "a long prefix of many queries": Case((60, 61, 1, 70, 50), (((5,), (2600,)), OWN), {}, ("dlse",)),
     "float32 results": Case(PREFILL, THREE, {"causal": True, "out_dtype": "float32", "grad_dtype": "float32"}),
 }  # fmt: skip
 

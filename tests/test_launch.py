@@ -49,6 +49,29 @@ def test_a_merge_starts_early_behind_whatever_is_in_front(fake_cuda: Any) -> Non
     assert [(launched.binary[0], launched.is_early) for launched in fake_cuda.launches] == [("merge_states", True)]
 
 
+def test_a_cascade_is_merged_by_the_kernel_that_merges_parts_of_its_keys(fake_cuda: Any) -> None:
+    def zeros(*shape: int) -> Any:
+        return fake_cuda.ndarray(np.zeros(shape, ml_dtypes.bfloat16), 0)
+
+    def ends(*bounds: int) -> Any:
+        return fake_cuda.ndarray(np.array(bounds, np.int32), 0)
+
+    def level(*bounds: int) -> cf.CascadeLevel:
+        return cf.CascadeLevel(zeros(bounds[-1], 2, 64), zeros(bounds[-1], 2, 64), cu_seqlens_k=ends(*bounds))
+
+    packed, levels = cf.Attention(layout="thd"), [level(0, 9000, 18000), level(0, 5, 8)]
+    out, lse = cf.attn_cascade(zeros(2, 4, 64), levels, attention=packed, cu_seqlens_q=ends(0, 1, 2), max_seqlen_q=1)
+
+    own, _, combine = fake_cuda.launches
+    assert [launched.binary[0] for launched in fake_cuda.launches] == ["fwd_sm90", "fwd_generic", "fwd_combine"]
+    kernel = params.packer("fwd_combine")
+    _, _, found_out, found_lse, beside_out, beside_lse = kernel.unpack(combine.struct[: kernel.size])[:24:4]
+    assert (found_out, found_lse) == (out.data.ptr, lse.data.ptr)
+    kernel = params.packer("fwd_sm90")
+    assert {beside_out, beside_lse} <= set(kernel.unpack(own.struct[: kernel.size]))
+    assert 0 not in (beside_out, beside_lse)
+
+
 def test_a_merge_goes_on_from_what_the_launch_before_has_left(fake_cuda: Any) -> None:
     """In one piece of memory, which is that of no array of the call."""
     outs, lses = (

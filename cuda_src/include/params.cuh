@@ -86,6 +86,8 @@ struct FwdCombineParams {
   Tensor partial_lse;           // of each split [B, H, rows] Accum
   Tensor out;                   // [B, Nq, Hq, Dv]
   Tensor lse;                   // [B, Hq, Nq] Accum
+  Tensor beside_out;            // like out, Accum: a state of other keys, merged as one split more; null: there is none
+  Tensor beside_lse;            // like lse
   int64 out_stride_split;
   int64 lse_stride_split;
   int num_splits;

@@ -85,7 +85,8 @@ def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric | FwdSm90]) -> Work:
     warps = combine.constants.warps
     blocks = all_rows if num_splits > warps else -(-all_rows // warps)  # a warp a row, where splits are few
     sizes = num_splits, group, num_rows, heads, spec.head_dim_v, all_rows
-    schedule.launch(combine, blocks, (*written, *results, *strides, *sizes))
+    beside = NO_TENSOR if call.beside_out is None else rows(call.beside_out), per_row(call.beside_lse)
+    schedule.launch(combine, blocks, (*written, *results, *beside[0], *beside[1], *strides, *sizes))
     return schedule
 
 

@@ -106,6 +106,8 @@ STRUCTS: dict[str, Fields] = {
         ("partial_lse", TENSOR),
         ("out", TENSOR),
         ("lse", TENSOR),
+        ("beside_out", TENSOR),
+        ("beside_lse", TENSOR),
         ("out_stride_split", "q"),
         ("lse_stride_split", "q"),
         ("num_splits", "i"),
