@@ -104,8 +104,8 @@ def take_launches(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Driver(_Driver):
         @staticmethod
         def cuLaunchKernelEx(config: Any, function: Any, arguments: Any, extra: Any) -> int:
-            """What `driver.launch_early` asks for, read back from where the driver would read it."""
-            asked, kernel = config._obj, loaded[function.value]
+            """What `driver.EarlyLauncher` asks for, read back from where the driver would read it."""
+            asked, kernel = driver.Config.from_buffer_copy(config), loaded[function.value]
             size = -(-params.packer(kernel.kernel).size // params._ALIGN) * params._ALIGN
             struct = ctypes.string_at(ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))[0], size)
             grid, block = ((shape[0],) for shape in (asked.grid, asked.block))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from functools import cache
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of cuda.h's CUlaunchAttributeID
@@ -46,9 +47,23 @@ def launches_early() -> bool:
     return cupy.cuda.runtime.driverGetVersion() >= _FIRST_VERSION
 
 
-def launch_early(function: int, blocks: int, threads: int, smem_bytes: int, struct: bytes, stream: int) -> None:
-    """Launch a kernel that may start before the one in front of it is done, and waits for that one itself."""
-    config = Config((blocks, 1, 1), (threads, 1, 1), smem_bytes, stream, ctypes.pointer(_STARTS_EARLY), 1)
-    status = library().cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function), _Arguments(struct), None)
-    if status:
-        raise RuntimeError(f"cuLaunchKernelEx said {status} of {blocks} blocks of {threads} threads")
+class EarlyLauncher:
+    """Launches a kernel that may start before the one in front of it is done, and waits for that one itself."""
+
+    __slots__ = ("_after_stream", "_before_stream", "_function", "_what")
+
+    def __init__(self, function: int, blocks: int, threads: int, smem_bytes: int) -> None:
+        config = bytes(Config((blocks, 1, 1), (threads, 1, 1), smem_bytes, 0, ctypes.pointer(_STARTS_EARLY), 1))
+        begin = Config.stream.offset
+        self._before_stream, self._after_stream = config[:begin], config[begin + ctypes.sizeof(ctypes.c_void_p) :]
+        self._function = ctypes.c_void_p(function)
+        self._what = f"{blocks} blocks of {threads} threads"
+
+    def __call__(self, struct: bytes, stream: int) -> None:
+        # A bytes object is passed as its address. Making a Config at each call takes longer than the launch.
+        config = (
+            self._before_stream + stream.to_bytes(ctypes.sizeof(ctypes.c_void_p), sys.byteorder) + self._after_stream
+        )
+        status = library().cuLaunchKernelEx(config, self._function, _Arguments(struct), None)
+        if status:
+            raise RuntimeError(f"cuLaunchKernelEx said {status} of {self._what}")

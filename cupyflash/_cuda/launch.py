@@ -47,11 +47,14 @@ class Launch:
 class EarlyLaunch(Launch):
     """The same of a kernel that may start before the one in front of it is done."""
 
-    __slots__ = ()
+    __slots__ = ("_launch",)
+
+    def __init__(self, plan: Plan[Any], blocks: int, values: tuple[Any, ...], device: int) -> None:
+        super().__init__(plan, blocks, values, device)
+        self._launch = driver.EarlyLauncher(self._kernel.ptr, blocks, plan.threads, plan.smem_bytes)
 
     def __call__(self, given: FilledIn, stream: Any) -> None:
-        (blocks,), (threads,), struct = self._grid, self._block, self._struct.packed(given)
-        driver.launch_early(self._kernel.ptr, blocks, threads, self._smem_bytes, struct, stream.ptr)
+        self._launch(self._struct.packed(given), stream.ptr)
 
 
 class Schedule:
