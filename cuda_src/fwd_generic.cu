@@ -119,17 +119,18 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
   const Accum fold = params.scores.fold;
 
   if (first_tile < end_tile) {
+    if constexpr (!kPacksHeads) {
+      const Element* q_gmem = attn::rows<Element>(params.q, seq, seq.q_begin, head, query_begin);
+      cta::load_rows<kThreads, kCopyBytes>(smem.q, q_gmem, params.q.stride_n, 0, query_end - query_begin, problem.head_dim);
+    }
     pages.find(last_key);
     pages.publish(smem, end_tile - 1);
     if constexpr (kIsPaged) __syncthreads();
-    load_k(end_tile - 1);  // on its way while it is found out where the rows of q are
-    if constexpr (kPacksHeads) {
+    load_k(end_tile - 1);
+    if constexpr (kPacksHeads) {  // keys are on their way while it is found out where the rows of q are
       cta::gather_rows<kThreads, kCopyBytes>(smem.q, query_end - query_begin, problem.head_dim, [&](int row) {
         return attn::rows<Element>(params.q, seq, seq.q_begin, head * group + (query_begin + row) % group, (query_begin + row) / group);
       });
-    } else {
-      const Element* q_gmem = attn::rows<Element>(params.q, seq, seq.q_begin, head, query_begin);
-      cta::load_rows<kThreads, kCopyBytes>(smem.q, q_gmem, params.q.stride_n, 0, query_end - query_begin, problem.head_dim);
     }
     ptx::cp_async_commit();
   }
@@ -181,13 +182,11 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
   const Accum* const sinks = static_cast<const Accum*>(params.scores.sink) + head * rows_per_query;
   Accum* const lse = static_cast<Accum*>(params.lse.data) + split * params.lse_stride_split + seq.batch * params.lse.stride_b +
                      head * params.lse.stride_h + seq.q_begin * rows_per_query + query_begin + warp_row;
-  Result* const out_gmem = attn::rows<Result>(params.out, seq, seq.q_begin * rows_per_query, head, query_begin + warp_row) +
-                           split * params.out_stride_split;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (kIsSplit && 16 * m + 8 * half >= rows) continue;
+      if (kPacksHeads && 16 * m + 8 * half >= rows) continue;  // few of a tile's rows are any
       Accum factor;
       const int row = 16 * m + warp::fragment_row(2 * half);
       const Accum sink = has_sink ? sinks[kPacksHeads ? (query_begin + warp_row + row) % group : 0] : Accum(0);
@@ -201,8 +200,10 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
       if (row >= rows) continue;
       if (!is_alone) {
         if (warp::lane() % 4 == 0) lse[row] = row_lse;
-        if constexpr (kIsSplit)
-          warp::store_row<kCopyBytes>(out_gmem + row * params.out.stride_n, problem.head_dim_v, out, m, half);
+        if constexpr (kPacksHeads) {
+          Result* const dst = attn::rows<Result>(params.out, seq, seq.q_begin * rows_per_query, head, query_begin + warp_row + row);
+          warp::store_row<kCopyBytes>(dst + split * params.out_stride_split, problem.head_dim_v, out, m, half);
+        }
       } else {  // each row to where its query and head are
         const int number = query_begin + warp_row + row, query = number / rows_per_query;
         const int query_head = head * rows_per_query + number % rows_per_query;
@@ -211,6 +212,9 @@ fwd_generic(const __grid_constant__ cf::FwdParams params) {
         warp::store_row<kCopyBytes>(dst, problem.head_dim_v, out, m, half);
       }
     }
-  if constexpr (!kIsSplit)
+  if constexpr (!kPacksHeads) {
+    if (is_alone) return;
+    Result* const out_gmem = attn::rows<Result>(params.out, seq, seq.q_begin, head, query_begin + warp_row) + split * params.out_stride_split;
     warp::store_global<Result, kCopyBytes, false>(out_gmem, params.out.stride_n, rows, problem.head_dim_v, out);
+  }
 }

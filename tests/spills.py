@@ -13,8 +13,8 @@ _ADDRESSES = "addresses of three strided arrays, in a kernel that waits for memo
 # 12.9. The 16-bit types share a figure.
 SPILLS: dict[tuple[str, str, int], tuple[int, str]] = {
     ("FwdGeneric", "16-bit", 32): (64, _BOOKKEEPING),
-    ("FwdGeneric", "16-bit", 64): (32, _BOOKKEEPING),
-    ("FwdGeneric", "16-bit", 96): (120, _BOOKKEEPING),
+    ("FwdGeneric", "16-bit", 64): (40, _BOOKKEEPING),
+    ("FwdGeneric", "16-bit", 96): (124, _BOOKKEEPING),
     ("FwdGeneric", "16-bit", 128): (60, _BOOKKEEPING),
     ("FwdGeneric", "16-bit", 256): (64, _BOOKKEEPING),
     ("FwdGeneric", "float32", 64): (16, _BOOKKEEPING),
