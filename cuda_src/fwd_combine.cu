@@ -103,7 +103,7 @@ __device__ __forceinline__ void combine(Smem& smem, const FwdCombineParams& para
       fetch(begin + (next + kTogether) * kRowWarps);
     }
   }
-  if (first == 0 && beside_lse > -kInfinity) {  // else what stands beside it is not used, whatever it is
+  if (first == 0 && beside_lse != -kInfinity) {  // else what stands beside it is not used, whatever it is
     const Accum weight = ptx::exp2((beside_lse - top) * Accum(kLog2E));
     if (warp::lane() == 0) total += weight;
 #pragma unroll

@@ -154,11 +154,12 @@ def attn_cascade(
     """
     extras = {"cu_seqlens_q": cu_seqlens_q, "alibi_slopes": alibi_slopes, "sink": sink}
     cascade = _Cascade("attn_cascade", {"q": q}, levels, attention, extras, max_seqlen_q, check)
-    merging = cascade.merging_call()
+    dtype = attention.out_dtype or cascade.dtype
+    merging = cascade.merging_call(dtype)
     states: list[AttnOutput] = []
     last = -1
     for call in cascade.calls:
-        if call is merging:
+        if merging is not None and call.level == merging.level:
             continue
         state = call.attention.fwd(q, *call.keys, **call.arguments)
         if call.level == last:
@@ -167,11 +168,10 @@ def attn_cascade(
             states.append(state)
         last = call.level
     outs, lses = map(list, zip(*states, strict=True))
-    dtype = attention.out_dtype or cascade.dtype
     if merging is None:
         return merge_states(outs, lses, layout="thd", out_dtype=dtype)
     others = states[0] if len(states) == 1 else merge_states(outs, lses, layout="thd")
-    return forward_beside(merging.attention.replace(out_dtype=dtype), others, merging.all_arguments(q))
+    return forward_beside(merging.attention, others, merging.all_arguments(q))
 
 
 def attn_cascade_bwd(
@@ -468,14 +468,15 @@ class _Cascade(Maker):
         groups = self.groups[i]
         return of_groups[self.int32(groups.of_sequence)] if groups.are_shared else of_groups
 
-    def merging_call(self) -> _Call | None:
+    def merging_call(self, out_dtype: str) -> _Call | None:
         """The only call of a level, which merges parts of its keys anyway, and so the other levels' states too."""
         if self.adopted.backend != "cuda" or len(self.levels) == 1:
             return None
         levels = [call.level for call in self.calls]
         for call in self.calls:
-            if levels.count(call.level) == 1 and leaves_parts(call.attention, call.all_arguments(self.arrays["q"])):
-                return call
+            last = call._replace(attention=call.attention.replace(out_dtype=out_dtype))
+            if levels.count(call.level) == 1 and leaves_parts(last.attention, last.all_arguments(self.arrays["q"])):
+                return last
         return None
 
     def zeros_like(self, array: Any) -> Any:

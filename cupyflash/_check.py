@@ -753,7 +753,7 @@ def _alignment(arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) 
 
 def _has_boxes(arrays: Arrays) -> bool:
     """No array of rows is empty or walked backwards, or by steps that a tensor map cannot hold."""
-    rows = (arrays[name] for name in (*_QUERY_ROWS, *_KEY_ROWS) if name in arrays)
+    rows = (arrays[name] for name in (*_QUERY_ROWS, *_KEY_ROWS) if name in arrays and name != "beside_out")
     return all(
         extent > 0 and (extent == 1 or 0 <= stride < _LARGEST_STEP)
         for array in rows

@@ -204,7 +204,8 @@ def test_groups_of_one_size_take_nothing_from_the_host(
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_holds_a_cascade(rng: Random) -> None:
+@pytest.mark.parametrize("name", ["decode", "a long prefix"])
+def test_a_cuda_graph_holds_a_cascade(name: str, rng: Random) -> None:
     torch: Any = pytest.importorskip("torch", reason="torch is not installed")
     if not (gpu_is_there() and torch.cuda.is_available()):
         pytest.skip("no CUDA GPU, or a torch without CUDA")
@@ -212,7 +213,7 @@ def test_a_cuda_graph_holds_a_cascade(rng: Random) -> None:
     def on_gpu(value: Any) -> Any:
         return torch.from_numpy(value).cuda() if isinstance(value, np.ndarray) else value
 
-    problem = Problem(CASES["decode"], "float16", rng)
+    problem = Problem(CASES[name], "float16", rng)
     levels = [cf.CascadeLevel(**{name: on_gpu(x) for name, x in vars(level).items()}) for level in problem.levels]
     q, offsets = on_gpu(problem.q), on_gpu(problem.cu_q)
     want = cf.attn_cascade(q, levels, attention=problem.attention, cu_seqlens_q=offsets)
@@ -223,13 +224,31 @@ def test_a_cuda_graph_holds_a_cascade(rng: Random) -> None:
     torch.testing.assert_close(tuple(found), tuple(want), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["decode", "a long prefix"])
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_nan_among_keys_is_one_in_the_rows_that_see_it(backend: Backend, name: str, level: int, rng: Random) -> None:
+    problem = Problem(CASES[name], "float32", rng)
+    problem.levels[level].k[0] = np.nan  # the first key of the first group
+    out, lse = problem.forward(backend)
+    sharing = 5 if level == 0 else 1
+    saw = np.arange(out.shape[0]) < sharing
+    np.testing.assert_array_equal(np.isnan(out).all(axis=(1, 2)), saw)
+    np.testing.assert_array_equal(np.isnan(lse).all(axis=0), saw)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_cascade_is_the_one_call_that_it_stands_for(backend: Backend, name: str, rng: Random) -> None:
     check(Problem(CASES[name], "float32", rng), backend, name)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-@pytest.mark.parametrize("name", ["decode, three levels", "prefill, three levels", "everything, live keys"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decode, three levels", "prefill, three levels", "everything, live keys", "a long prefix",
+        "long prefixes, three levels", "a long prefix of many queries",
+    ],
+)  # fmt: skip
 def test_a_cascade_of_other_dtypes(backend: Backend, name: str, dtype: str, rng: Random) -> None:
     check(Problem(CASES[name], dtype, rng), backend, name)
 

@@ -185,3 +185,39 @@ def test_splits_fit_the_workspace_that_is_asked_for(backend: Backend, rng: Rando
         if size:
             with pytest.raises(ValueError, match="`workspace` has"):
                 attention.fwd(q, k, v, workspace=given[: size - 1])
+
+
+@pytest.mark.gpu
+def test_a_graph_holds_decoding_behind_another_stream_and_behind_what_wrote_its_keys(rng: Random) -> None:
+    """Kernels that start early wait for all that is in front: a join of streams, a write of keys, or decoding."""
+    from tests.backends import CupyBackend, gpu_is_there
+
+    if not gpu_is_there():
+        pytest.skip("no CUDA GPU, or no CuPy")
+    backend = CupyBackend()
+    cupy = backend.xp
+    arrays = _qkv(rng, "bfloat16", 4, 1, 3000, 4, (128, 128))
+    q, k, v = map(backend.put, arrays)
+    expected = _run(backend, arrays, {})
+    copies = [cupy.full_like(x, np.nan) for x in (k, v)]
+    main, side = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    with main:
+        calls = [cf.Attention().prepare(q, *copies), cf.Attention().prepare(q, *copies)]
+        results = [call() for call in calls]
+        main.synchronize()
+        main.begin_capture()
+        side.wait_event(main.record())
+        with side:
+            copies[0][...] = k
+        copies[1][...] = v
+        main.wait_event(side.record())
+        for call in calls:
+            call()
+        graph = main.end_capture()
+        for _ in range(20):
+            for array in (*copies, *results[0], *results[1]):
+                array.fill(np.nan)
+            graph.launch(main)
+            for result in results:
+                for found, wanted in zip(result, expected, strict=True):
+                    assert (backend.get(found) == wanted).all()

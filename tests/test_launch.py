@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -70,6 +71,25 @@ def test_a_cascade_is_merged_by_the_kernel_that_merges_parts_of_its_keys(fake_cu
     kernel = params.packer("fwd_sm90")
     assert {beside_out, beside_lse} <= set(kernel.unpack(own.struct[: kernel.size]))
     assert 0 not in (beside_out, beside_lse)
+
+
+@pytest.mark.parametrize("sm_count", [60, 78, 114, 132])
+def test_a_state_beside_is_never_forgotten(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch, sm_count: int) -> None:
+    """Rounded results lie otherwise than float32 ones, so that the call that merges may have another kernel."""
+    monkeypatch.setattr(device, "of", lambda ordinal: replace(KNOWN[90], sm_count=sm_count))
+
+    def level(length: int, heads: int) -> cf.CascadeLevel:
+        k, v = (fake_cuda.ndarray(np.zeros((length, heads, 256), ml_dtypes.bfloat16)[:, :, :252], 0) for _ in "kv")
+        ends = fake_cuda.ndarray(np.array([0, length], np.int32), 0)
+        return cf.CascadeLevel(k, v, cu_seqlens_k=ends, max_seqlen_k=length)
+
+    for heads in (8, 44, 88):
+        del fake_cuda.launches[:]
+        prefix, own = level(2048, heads), level(100, heads)
+        q = own.k
+        call = {"attention": cf.Attention(layout="thd"), "cu_seqlens_q": own.cu_seqlens_k, "max_seqlen_q": 100}
+        cf.attn_cascade(q, [prefix, own], **call)
+        assert fake_cuda.launches[-1].binary[0] in ("fwd_combine", "merge_states")
 
 
 def test_a_merge_goes_on_from_what_the_launch_before_has_left(fake_cuda: Any) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 import cupyflash as cf
@@ -378,7 +380,9 @@ def test_vmap_is_a_call_for_each(torch_device: str) -> None:
         ({"dropout_p": 1.0}, ValueError, "Attention: `dropout_p` is 1.0"),
         ({"alibi_slopes": torch.ones(3)}, ValueError, "attn_fwd: `alibi_slopes`"),
         ({"q_start": 1.5}, TypeError, "attention: `q_start` is 1.5; an int that fits int32"),
+        ({"q_start": np.array([0])}, TypeError, "attention: `q_start` is array([0])"),
         ({"k_start": True}, TypeError, "attention: `k_start` is True"),
+        ({"scale": torch.tensor(0.5)}, TypeError, "Attention: `scale` is tensor(0.5000)"),
         ({"q_start": -(2**31) - 1}, ValueError, "attention: `q_start` is -2147483649"),
         ({"dropout_p": 0.5, "seed": 1.5}, TypeError, "attention: `seed` is 1.5"),
         ({"dropout_p": 0.5, "seed": 2**63}, ValueError, "attention: `seed` is 9223372036854775808"),
@@ -394,8 +398,29 @@ def test_vmap_is_a_call_for_each(torch_device: str) -> None:
 def test_a_wrong_call_says_what_is_wrong(wrong: Any, error: type[Exception], message: str) -> None:
     x = torch.ones(1, 3, 2, 4, requires_grad=True)
     arguments = dict.fromkeys("qkv", x) | wrong
-    with pytest.raises(error, match=message.replace("(", r"\(")):
+    with pytest.raises(error, match=re.escape(message)):
         call(arguments)
+    with pytest.raises(error, match=re.escape(message)), torch.autocast("cpu", torch.bfloat16):
+        call(arguments)
+
+
+def test_lengths_may_be_tensors_of_one_element(torch_device: str) -> None:
+    tensors = problem(torch_device, layout="thd")
+    hints = {"max_seqlen_q": torch.tensor(6), "max_seqlen_k": tensors["cu_seqlens_k"].diff().max()}
+    expected = call(tensors, layout="thd")
+    torch.testing.assert_close(call(tensors, layout="thd", **hints), expected, rtol=0, atol=0)
+
+
+def test_a_tensor_that_has_outlived_its_transform_is_the_one_that_it_was(torch_device: str) -> None:
+    tensors = problem(torch_device)
+    kept: list[Any] = []
+    torch.func.grad(lambda q: (kept.append(q), q.sum())[1])(tensors["q"])
+    found, expected = ({**tensors, "q": q, "v": tensors["v"].clone().requires_grad_()} for q in (kept[0], tensors["q"]))
+    for one, other in zip(call(found), call(expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for given in (found, expected):
+        call(given).out.sum().backward()
+    torch.testing.assert_close(found["v"].grad, expected["v"].grad, rtol=0, atol=0)
 
 
 def test_data_parallel_training_averages_gradients(torch_device: str) -> None:

@@ -69,6 +69,7 @@ def forward(spec: Spec, call: Call, plan: Plan[FwdGeneric | FwdSm90]) -> Work:
     num_splits, split_len = _splits(spec, call, plan)
     results = (*rows(call.out), *per_row(call.lse))
     if not _is_merged(plan, num_splits):
+        assert call.beside_out is None, "a state beside is for a call that leaves parts"
         launch(schedule, spec, call, plan, results, (0, 0, num_splits, split_len))
         return schedule
     # Of each split out [B, rows, H, Dv] and lse [B, H, rows], a head's rows side by side.

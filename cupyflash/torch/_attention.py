@@ -71,21 +71,21 @@ def attention(
         _tensor("q_start", q_start, q, cu_seqlens_q, None), _tensor("k_start", k_start, q, cu_seqlens_q, 0),
         _tensor("seed", seed, q, None, None), _tensor("offset", offset, q, None, 0),
     )  # fmt: skip
-    if torch.compiler.is_compiling() or _operators.is_heard(given):
-        left, right = _pair(window)
-        options = {
-            "layout": layout, "scale": scale, "causal": _corner(causal), "window_left": left, "window_right": right,
-            "softcap": softcap, "dropout_p": dropout_p, "deterministic": deterministic, "out_dtype": _dtype(out_dtype),
-            "num_splits": num_splits, "split_len": split_len, "allow_tf32": allow_tf32, "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_k": max_seqlen_k,
-        }  # fmt: skip
-        return AttnOutput(*_operators.dispatched(given, options))
-    chosen = attention_of(
-        layout, scale, causal, window, softcap, dropout_p, deterministic, out_dtype, None, True, num_splits, split_len,
-        allow_tf32,
-    )  # fmt: skip
-    hints = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    return AttnOutput(*_operators.direct(given, chosen, hints))
+    hints = {"max_seqlen_q": _hint(max_seqlen_q), "max_seqlen_k": _hint(max_seqlen_k)}
+    if not torch.compiler.is_compiling():
+        chosen = attention_of(
+            layout, scale, causal, window, softcap, dropout_p, deterministic, out_dtype, None, True, num_splits,
+            split_len, allow_tf32,
+        )  # fmt: skip
+        if not _operators.is_heard(given):
+            return AttnOutput(*_operators.direct(given, chosen, hints))
+    left, right = _pair(window)
+    options = {
+        "layout": layout, "scale": scale, "causal": _corner(causal), "window_left": left, "window_right": right,
+        "softcap": softcap, "dropout_p": dropout_p, "deterministic": deterministic, "out_dtype": _dtype(out_dtype),
+        "num_splits": num_splits, "split_len": split_len, "allow_tf32": allow_tf32, **hints,
+    }  # fmt: skip
+    return AttnOutput(*_operators.dispatched(given, options))
 
 
 def _require(**differentiable: Tensor | None) -> None:
@@ -106,6 +106,11 @@ def _sequences(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
     if cu_seqlens_q is not None:
         return max(cu_seqlens_q.numel() - 1, 0)
     return q.shape[0] if q.dim() else 0
+
+
+def _hint(value: Any) -> Any:
+    """As varlen code has it, an int or a tensor of one element, which is waited for."""
+    return int(value) if isinstance(value, torch.Tensor) else value
 
 
 # Operators take no unions, so what may be one of several kinds is said in one.
@@ -144,7 +149,7 @@ def _tensor(name: str, value: int | Tensor | None, q: Tensor, cu_seqlens_q: Tens
     """The int as a tensor on the data's device, filled there without waiting for it; None when it says nothing."""
     if isinstance(value, torch.Tensor):
         return value
-    if value is None or (value == absent and type(value) is int):
+    if value is None or (type(value) is int and value == absent):
         return None
     dtype, low, high, accepted = _INTS[name]
     value = _check.integer("attention", name, value, low, high, accepted)

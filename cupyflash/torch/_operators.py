@@ -160,6 +160,8 @@ def _options_of(attention: Attention, hints: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value != _DEFAULTS[name]}
 
 
+_C: Any = torch._C
+_is_dead = _C._functorch.is_dead_tensor_wrapper  # a tensor that has outlived its transform
 _USUAL_KINDS = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
@@ -181,6 +183,7 @@ def is_heard(given: tuple[Any, ...]) -> bool:
         or torch.autograd.profiler._is_profiler_enabled
         or not _USUAL_KINDS.issuperset(map(type, given))
         or not (given[0].is_cuda or given[0].is_cpu)
+        or any(_is_dead(x) for x in given if x is not None)
     )
 
 
