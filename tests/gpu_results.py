@@ -2,7 +2,9 @@
 
 It writes benchmarks/results/gpu-tests-<gpu>-cuda-<major>.json: the machine's facts, each test's outcome, the hash of
 every kernel that the session loaded, and the backend's hash. `tests/test_results.py` compares the hashes with the tree.
-Run all the tests that need a GPU with it: a file from half of them speaks for half of them.
+Run all the tests that need a GPU with it: a file from half of them speaks for half of them. With `--again` the outcomes
+of some tests, those of a mended test say, take the place of what they were in the stored session, which must have been
+of the same machine, kernels and backend.
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ from cupyflash import _environment
 
 outcomes = pytest.StashKey[dict[str, str]]()
 kernels = pytest.StashKey[set[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--again", action="store_true", help="put outcomes into the stored GPU results")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,10 +78,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(config, "workerinput"):
         config.workeroutput["kernels"] = sorted(config.stash[kernels])  # pyright: ignore[reportAttributeAccessIssue]
         return
-    write(config.stash[outcomes], config.stash[kernels], list(config.invocation_params.args))
+    is_again = config.getoption("--again")
+    write(config.stash[outcomes], config.stash[kernels], list(config.invocation_params.args), is_again=is_again)
 
 
-def write(results: dict[str, str], loaded: set[str], arguments: list[str]) -> None:
+def write(results: dict[str, str], loaded: set[str], arguments: list[str], *, is_again: bool = False) -> None:
     """One result file, named after the GPU and CUDA."""
     record = stamp.record(
         arguments=arguments,
@@ -85,5 +92,19 @@ def write(results: dict[str, str], loaded: set[str], arguments: list[str]) -> No
     )
     record["gpu"] = stamp.gpu_of(record["machine"])
     path = stamp.result_file("gpu-tests", record["machine"])
+    if is_again:
+        record = together(json.loads(path.read_text("utf-8")), record)
     path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     print(f"\nwrote {path}: {len(results)} outcomes, {len(record['kernels'])} kernels")
+
+
+def together(stored: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
+    """The stored session with the outcomes of one that ran some of its tests again, both of one text."""
+    differing = [name for name in ("gpu", "machine", "backend") if stored[name] != again[name]]
+    differing += [name for name, text in again["kernels"].items() if stored["kernels"].get(name) != text]
+    if differing:
+        raise pytest.UsageError(f"tests.gpu_results: --again, and not as in the stored session: {differing}")
+    return stored | {
+        "tests": dict(sorted((stored["tests"] | again["tests"]).items())),
+        "again": [*stored.get("again", []), again["arguments"]],
+    }

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import stamp, table
+from tests import gpu_results
 
 
 def test_every_kernel_and_the_backend_ran_or_say_why_not() -> None:
@@ -46,6 +47,24 @@ def test_no_stored_gpu_run_holds_a_failure() -> None:
 
 def test_readme_shows_the_table_of_these_results() -> None:
     assert table.render() == table.between_markers(table.README.read_text("utf-8")), "run python -m benchmarks.table"
+
+
+def test_tests_that_ran_again_take_the_place_of_what_they_were() -> None:
+    first = {
+        "gpu": "H",
+        "machine": {"os": "L"},
+        "backend": "b",
+        "kernels": {"fwd": "1", "bwd": "2"},
+        "arguments": ["all"],
+    }
+    stored = first | {"tests": {"x": "failed", "y": "passed"}}
+    again = first | {"tests": {"x": "passed"}, "kernels": {"fwd": "1"}, "arguments": ["x"]}
+    both = gpu_results.together(stored, again)
+    assert both == first | {"tests": {"x": "passed", "y": "passed"}, "again": [["x"]]}
+    assert gpu_results.together(both, again)["again"] == [["x"], ["x"]]
+    for other in ({"backend": "c"}, {"kernels": {"fwd": "3"}}, {"kernels": {"new": "1"}}, {"machine": {"os": "W"}}):
+        with pytest.raises(pytest.UsageError, match="not as in the stored session"):
+            gpu_results.together(stored, again | other)
 
 
 def test_a_changed_kernel_is_noticed() -> None:

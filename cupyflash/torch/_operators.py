@@ -162,7 +162,7 @@ def _options_of(attention: Attention, hints: dict[str, Any]) -> dict[str, Any]:
 
 _C: Any = torch._C
 _is_dead = _C._functorch.is_dead_tensor_wrapper  # a tensor that has outlived its transform
-_USUAL_KINDS = {torch.Tensor, torch.nn.Parameter, type(None)}
+_USUAL_KINDS = {torch.Tensor, torch.nn.Parameter}
 
 
 def _dispatch_keys() -> tuple[int, int]:
@@ -181,9 +181,8 @@ def is_heard(given: tuple[Any, ...]) -> bool:
         _dispatch_keys() != _USUAL_KEYS
         or torch._C._is_torch_function_mode_enabled()
         or torch.autograd.profiler._is_profiler_enabled
-        or not _USUAL_KINDS.issuperset(map(type, given))
         or not (given[0].is_cuda or given[0].is_cpu)
-        or any(_is_dead(x) for x in given if x is not None)
+        or any(type(x) not in _USUAL_KINDS or _is_dead(x) for x in given if x is not None)
     )
 
 
