@@ -377,6 +377,7 @@ def forward_beside(attention: Attention, state: AttnOutput, arguments: dict[str,
     return _call("attn_fwd", attention, _defaults(Attention.fwd) | arguments | beside, backward=False)
 
 
+@functools.cache
 def _defaults(method: Any) -> dict[str, Any]:
     parameters = inspect.signature(method).parameters
     return {name: parameter.default for name, parameter in parameters.items() if name != "self"}
