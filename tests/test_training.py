@@ -84,7 +84,7 @@ def test_attention_in_sixteen_bits_keeps_everything_else_in_float32(rng: np.rand
         Transformer(TINY, np, np.random.default_rng(seed), attention_dtype=dtype) for dtype in ("float32", "bfloat16")
     ]
     (loss, grads), (rounded_loss, rounded_grads) = (model.loss_and_grads(*batch) for model in models)
-    assert loss != rounded_loss
+    assert any((rounded_grads[key] != grad).any() for key, grad in grads.items())  # losses may be the same float
     assert abs(loss - rounded_loss) <= BFLOAT16_EPS * abs(loss)
     for key, grad in grads.items():
         assert rounded_grads[key].dtype == np.float32
