@@ -183,11 +183,7 @@ def markdown(records: Sequence[Row]) -> str:
         parts += [_rates_table([row for row in series if row["pass"] == one_pass], one_pass) for one_pass in PASSES]
     parts += [
         _list_table(alone),
-        _merges_table(records),
-        _features_table(records),
-        _decode_table(records),
-        _cascade_table(records),
-        _host_table(records),
+        *(_lines_of([_derived(r) for r in records if field in r], columns) for field, columns in _TABLES.items()),
         "".join(f"- {remark}\n" for remark in _remarks(rows)),
     ]
     return "\n".join(part for part in parts if part)
@@ -278,52 +274,38 @@ def _list_table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, "", *(f"- {line}" for line in _held_to(rows))]) + "\n"
 
 
-def _merges_table(records: Sequence[Row]) -> str:
-    """A line for every merge of states."""
-    columns = {
+# Of records that are no cases: the field that tells them, and the columns of their table.
+_TABLES = {
+    "merge": {
         "merge of": "{merge}",
         "MB moved": "{megabytes:,.0f}",
         "TB/s": "{tb_s:.2f}",
         "of a copy's rate": "{of_copy:.2f}",
-    }
-    return _lines_of([r | {"megabytes": r["bytes"] / 1e6} for r in records if "merge" in r], columns)
-
-
-def _features_table(records: Sequence[Row]) -> str:
-    """A line for every feature that was timed beside a plain call."""
-    columns = {"feature": "{feature}", "time over plain's": "{ratio:.2f}", "limit": "{limit:.2f}"}
-    return _lines_of([r for r in records if "feature" in r], columns)
-
-
-def _decode_table(records: Sequence[Row]) -> str:
-    """A line for everybody's rate of each size."""
-    columns = {
+    },
+    "feature": {"feature": "{feature}", "time over plain's": "{ratio:.2f}", "limit": "{limit:.2f}"},
+    "contestant": {
         "sequences x keys": "{batch} x {keys:,}",
         "": "{contestant}",
         "µs": "{us:.0f}",
         "TB/s": "{tb_s:.2f}",
         "of a copy's rate": "{of_copy:.2f}",
-    }
-    return _lines_of([r | {"us": r["ms"] * 1e3} for r in records if "contestant" in r], columns)
-
-
-def _cascade_table(records: Sequence[Row]) -> str:
-    """A line for every batch whose keys are shared."""
-    columns = {
+    },
+    "cascade_ms": {
         "sequences": "{sequences}",
         "keys shared, and of each": "{shared:,}, {own:,}",
         "ms with all keys written out": "{flat_ms:.3f}",
         "ms as a cascade": "{cascade_ms:.3f}",
         "times as fast": "{speed:.1f}",
         "wanted": "{least:.0f}",
-    }
-    return _lines_of([r for r in records if "cascade_ms" in r], columns)
+    },
+    "call": {"call": "{call}", "µs": "{us:.1f}", "time over torch's own": "{ratio:.2f}", "limit": "{limit:.2f}"},
+}
 
 
-def _host_table(records: Sequence[Row]) -> str:
-    """A line for every kind of call whose time on the host was taken."""
-    columns = {"call": "{call}", "µs": "{us:.1f}", "time over torch's own": "{ratio:.2f}", "limit": "{limit:.2f}"}
-    return _lines_of([r for r in records if "us" in r and "call" in r], columns)
+def _derived(record: Row) -> Row:
+    """With the units that tables show."""
+    units = {"megabytes": ("bytes", 1e-6), "us": ("ms", 1e3)}
+    return record | {unit: record[of] * factor for unit, (of, factor) in units.items() if of in record}
 
 
 def _lines_of(rows: Sequence[Row], columns: dict[str, str]) -> str:

@@ -367,7 +367,8 @@ def _call(function: str, attention: Attention, arguments: dict[str, Any], *, bac
 
 def leaves_parts(attention: Attention, arguments: dict[str, Any]) -> bool:
     """Whether such a forward ends with merging what it has of parts of its keys."""
-    spec, call, backend = _judged("attn_fwd", attention, arguments, backward=False)
+    checked, backend = _plannable("attn_fwd", attention, _defaults(Attention.fwd) | arguments, backward=False)
+    spec, call = checked.judged.spec, checked.judged.call
     return backend.plan_bytes(spec, call, backend.plan(spec, call, backward=False)) > 0
 
 
@@ -385,16 +386,10 @@ def _defaults(method: Any) -> dict[str, Any]:
 
 def planned(function: str, attention: Attention, given: dict[str, Any], *, backward: bool) -> tuple[Any, int]:
     """The plan of a call with these arguments, under its own name in messages, and the bytes of workspace it needs."""
-    spec, call, backend = _judged(function, attention, given, backward=backward)
-    return backend.plan(spec, call, backward=backward), backend.workspace_bytes(spec, call, backward=backward)
-
-
-def _judged(function: str, attention: Attention, given: dict[str, Any], *, backward: bool) -> tuple[Any, Any, Any]:
-    """What such a call asks, and the backend that it asks."""
     arguments = _defaults(Attention.bwd if backward else Attention.fwd) | given
-    del arguments["plan"]
-    checked = _check.checked_call(function, attention, arguments, backward=backward, planning=True)
-    return checked.judged.spec, checked.judged.call, _interop.backend(checked.adopted.place)
+    checked, backend = _plannable(function, attention, arguments, backward)
+    spec, call = checked.judged.spec, checked.judged.call
+    return backend.plan(spec, call, backward=backward), backend.workspace_bytes(spec, call, backward=backward)
 
 
 def attention_of(
@@ -457,7 +452,8 @@ def _of_direction(function: str, arguments: dict[str, Any], backward: bool) -> d
         ("block_table",) if backward else ("dout", "delta", "dlse", "dq", "dk", "dv", "dbias", "dsink", "accumulate")
     )
     for name in foreign:
-        if arguments[name] is not None and arguments[name] is not False:
+        given = arguments.get(name)
+        if given is not None and given is not False:
             direction = "a backward" if backward else "a forward"
             raise ValueError(refusal(function, name, "is given", f"None is accepted for {direction}"))
     return {name: value for name, value in arguments.items() if name not in foreign}

@@ -56,7 +56,7 @@ _ALIGNED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "k_pages", "v_pages"
 _LARGEST_STEP = 2**36  # elements
 FORMS = 512  # that are remembered
 _WRITTEN_POOLS = ("k_pages", "v_pages")  # by an append
-_ANY_STRIDE = ("cu_seqlens_q", "cu_seqlens_k")  # of which kernels read every such element
+_ANY_STRIDE = ("cu_seqlens_q", "cu_seqlens_k")  # read element by element, wherever those lie
 _WITH_VALUES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seed", "offset")  # that `check_values` looks at
 # Name to default, bounds and what is accepted.
 INT_OR_ARRAY: dict[str, tuple[int | None, int, int, str]] = {
@@ -752,7 +752,7 @@ def _alignment(arrays: Arrays, outputs: dict[str, tuple[tuple[int, ...], str]]) 
 
 
 def _has_boxes(arrays: Arrays) -> bool:
-    """No array of rows is empty or walked backwards, or by steps that a tensor map cannot hold."""
+    """No array of rows that boxes may move is empty or walked backwards, or by steps that a tensor map cannot hold."""
     rows = (arrays[name] for name in (*_QUERY_ROWS, *_KEY_ROWS) if name in arrays and name != "beside_out")
     return all(
         extent > 0 and (extent == 1 or 0 <= stride < _LARGEST_STEP)

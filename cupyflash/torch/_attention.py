@@ -71,7 +71,9 @@ def attention(
         _tensor("q_start", q_start, q, cu_seqlens_q, None), _tensor("k_start", k_start, q, cu_seqlens_q, 0),
         _tensor("seed", seed, q, None, None), _tensor("offset", offset, q, None, 0),
     )  # fmt: skip
-    hints = {name: _hint(x) for name, x in zip(_HINTS, (max_seqlen_q, max_seqlen_k), strict=True) if x is not None}
+    hints = {
+        name: _hint(x) for name, x in zip(_operators.HINTS, (max_seqlen_q, max_seqlen_k), strict=True) if x is not None
+    }
     if not torch.compiler.is_compiling():
         chosen = attention_of(
             layout, scale, causal, window, softcap, dropout_p, deterministic, out_dtype, None, True, num_splits,
@@ -106,9 +108,6 @@ def _sequences(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
     if cu_seqlens_q is not None:
         return max(cu_seqlens_q.numel() - 1, 0)
     return q.shape[0] if q.dim() else 0
-
-
-_HINTS = ("max_seqlen_q", "max_seqlen_k")
 
 
 def _hint(value: Any) -> Any:

@@ -25,6 +25,7 @@ _ARRAYS = (
     "bias", "sink", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "q_start", "k_start",
     "seed", "offset",
 )  # fmt: skip
+HINTS = ("max_seqlen_q", "max_seqlen_k")
 _DIFFERENTIABLE = 5
 _PAGES = 3 + _ARRAYS.index("block_table")
 _INPUTS = ", ".join(["Tensor q", "Tensor k", "Tensor v", *(f"Tensor? {name}=None" for name in _ARRAYS)])
@@ -56,7 +57,7 @@ def _call(given: tuple[Tensor | None, ...], options: dict[str, Any]) -> tuple[At
     """What is to be computed, and the arguments beside q, k and v that are there."""
     options = _DEFAULTS | options
     arguments = _there(given)
-    for name in ("max_seqlen_q", "max_seqlen_k"):
+    for name in HINTS:
         if options[name] is not None:
             arguments[name] = options[name]
     window = options["window_left"], options["window_right"]
@@ -198,7 +199,7 @@ def _record_of_keys(keys: Any, *given: Tensor | None, **options: Any) -> tuple[T
 class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Any, options: Any, *given: Tensor | None) -> tuple[Tensor, Tensor]:
-        if any(x is not None for x in given[_PAGES:][:1]):
+        if len(given) > _PAGES and given[_PAGES] is not None:
             accepted = "with pages no input may require grad: a gradient to pools of pages does not exist"
             raise UnsupportedError(refusal("attn_fwd", "block_table", "is given", accepted))
         out, lse = compute(*given)

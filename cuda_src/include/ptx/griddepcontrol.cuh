@@ -1,5 +1,5 @@
-// Kernels that overlap at their edges: programmatic dependent launch, sm_90 and later. The host launches all but a call's first kernel, and every
-// merge, so that they may start early (launch.py), and each of those waits here before it touches what the one in front may.
+// Kernels that overlap at their edges: programmatic dependent launch, sm_90 and later. The host launches all but a call's first kernel, and
+// first ones of merges and of split keys, so that they may start early (launch.py); each waits here before it touches what is in front.
 #pragma once
 #include "types.cuh"
 
