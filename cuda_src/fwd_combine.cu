@@ -55,6 +55,7 @@ __device__ __forceinline__ void combine(Smem& smem, const FwdCombineParams& para
         read[i][pass] = is_there ? *reinterpret_cast<const Columns*>(out + split * params.out_stride_split + col) : Columns{};
       }
   };
+  ptx::await_previous();
   fetch(first);  // on their way while the weights are found
   Columns beside[kPasses] = {};
   Accum beside_lse = -kInfinity;
@@ -151,12 +152,13 @@ __device__ __forceinline__ void combine(Smem& smem, const FwdCombineParams& para
 
 extern "C" __global__ void __launch_bounds__(cf::kThreads) fwd_combine(const __grid_constant__ cf::FwdCombineParams params) {
   using namespace cf;
-  ptx::await_previous();
   __shared__ Smem smem;
   if (params.num_splits > kWarps) {
     combine<kWarps>(smem, params, blockIdx.x);
   } else if (const int number = blockIdx.x * kWarps + threadIdx.x / kWarpSize; number < params.all_rows) {
     combine<1>(smem, params, number);
+  } else {
+    ptx::await_previous();  // nobody behind this kernel is to find it done before the one in front is
   }
   ptx::let_next_start();  // no sooner: what is next may be another call's, whose blocks are to find all multiprocessors free
 }

@@ -318,13 +318,15 @@ class _Accepted(NamedTuple):
 
     def run(self, addresses: dict[str, int], ints: dict[str, int]) -> Any:
         ready, outputs, library, place = self
-        given: dict[str, View | int] = {**addresses, **ints}
+        given = {**addresses, **ints}
         made: list[Any] = []
         for name, shape, dtype in outputs:
-            raw, given[name] = library.empty(shape, dtype, place)
+            raw = library.empty(shape, dtype, place)
+            given[name] = library.address(raw)
             made.append(raw)
         if ready.used_bytes:
-            _, given["workspace"] = library.empty((ready.used_bytes,), "uint8", place)
+            workspace = library.empty((ready.used_bytes,), "uint8", place)
+            given["workspace"] = library.address(workspace)
         ready.work(given, library.stream(place))
         return ready.results(*made)
 

@@ -42,7 +42,9 @@ AXES = {
 # and at least four times as many keys, which are many.
 FEW_QUERIES = 16
 MANY_KEYS, FEW_TILES = 2048, 88
-MANY_BLOCKS = 768  # of few queries: more come one behind the other
+# Of few queries: blocks that have a multiprocessor each, keys for which such blocks may come in more than two rounds,
+# and small blocks, of which more come one behind the other.
+AT_ONCE, LONG_KEYS, MANY_BLOCKS = 132, 4096, 768
 _POOLS = {"bshd": "pages page_size Hkv {}", "bhsd": "pages Hkv page_size {}", "thd": "pages page_size Hkv {}"}
 _QUERY_ROWS = {"q": "D", "out": "Dv", "beside_out": "Dv", "dout": "Dv", "dq": "D"}
 _KEY_ROWS = {"k": "D", "v": "Dv", "dk": "D", "dv": "Dv"}
@@ -667,7 +669,8 @@ def _describe(
         group = 1 if features.differ_by_head else sizes["Hq"] // sizes["Hkv"]
         is_fixed = attention.split_len is not None  # so that a row's bits do not depend on the batch
         if typical_q <= FEW_QUERIES:
-            size_class = _few_rows(typical_q * group, 0 if is_fixed else sizes["B"] * sizes["Hq"] // group)
+            heads = sizes["B"] * sizes["Hq"] // group
+            size_class = _few_rows(typical_q * group, None if is_fixed else heads, typical_k)
         elif typical_k >= max(MANY_KEYS, 4 * typical_q) and not is_fixed and attention.num_splits != 1:
             size_class = _few_tiles(typical_q, group, sizes["B"] * sizes["Hq"]) or size_class
     # Options of the other direction only are left out, so that no backend refuses a call for what it will not do.
@@ -702,11 +705,18 @@ def _size_class(len_k: int) -> str:
     return "normal"
 
 
-def _few_rows(rows: int, blocks: int) -> str:
+def _few_rows(rows: int, heads: int | None, len_k: int) -> str:
     """The class of a forward of few queries, by the rows of one KV head, and how many there are of those."""
-    if rows <= 16:
-        return "16 rows" if blocks <= MANY_BLOCKS else "16 rows, many times"
-    return "32 rows" if rows <= 32 else "64 rows"
+    if rows > 32:
+        return "64 rows"
+    name = "16 rows" if rows <= 16 else "32 rows"
+    if heads is None:
+        return name
+    rounds = -(-heads // AT_ONCE)  # of blocks that take a multiprocessor each
+    is_even = 10 * heads >= 9 * rounds * AT_ONCE
+    if rounds <= 1 or (is_even and (rounds == 2 or len_k >= LONG_KEYS)):
+        return f"{name}, in groups"
+    return f"{name}, many times" if rows <= 16 and heads > MANY_BLOCKS else name
 
 
 def _few_tiles(len_q: int, group: int, heads: int) -> str | None:

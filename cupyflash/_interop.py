@@ -43,7 +43,9 @@ class _Library(Protocol):
     def place(self, raw: Any) -> Place: ...
     def glance(self, raw: Any) -> tuple[Any, ...] | None: ...  # its address, then all else that matters
     def view(self, raw: Any) -> tuple[View, str]: ...  # and why it may not be written, or ""
-    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> tuple[Any, View]: ...
+    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> Any: ...  # C-contiguous
+    def memory(self, raw: Any) -> View: ...  # of what `empty` made
+    def address(self, raw: Any) -> int: ...  # of that too, on a GPU
     def stream(self, place: Place) -> int: ...
     def contiguous(self, view: View) -> View: ...
     def host(self, view: View) -> np.ndarray: ...
@@ -77,7 +79,8 @@ class Adopted:
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> View:
         """A C-contiguous array of the caller's library on its device and current stream."""
-        raw, view = self.library.empty(shape, dtype, self.place)
+        raw = self.library.empty(shape, dtype, self.place)
+        view = self.library.memory(raw)
         self._made[id(view)] = view, raw
         return view
 
@@ -327,9 +330,11 @@ class _NumPy:
     def memory(self, raw: np.ndarray) -> View:
         return self.view(raw)[0]
 
-    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> tuple[np.ndarray, View]:
-        raw = np.empty(shape, NUMPY_DTYPES[dtype])
-        return raw, self.memory(raw)
+    def address(self, raw: np.ndarray) -> int:
+        return self.memory(raw).ptr
+
+    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> np.ndarray:
+        return np.empty(shape, NUMPY_DTYPES[dtype])
 
     def stream(self, place: Place) -> int:
         return 0
@@ -402,11 +407,11 @@ class _Torch:
                 array = raw.numpy()
         return View(raw.data_ptr(), raw.shape, raw.stride(), dtype, array)
 
-    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> tuple[Any, View]:
-        raw = self.torch.empty(shape, dtype=getattr(self.torch, dtype), device=self.devices[place])
-        if place[0] == "cuda":
-            return raw, View(raw.data_ptr(), shape, contiguous(shape), dtype, raw)
-        return raw, self.memory(raw)
+    def address(self, raw: Any) -> int:
+        return raw.data_ptr()
+
+    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> Any:
+        return self.torch.empty(shape, dtype=getattr(self.torch, dtype), device=self.devices[place])
 
     def stream(self, place: Place) -> int:
         if self.raw_stream is None:
@@ -448,14 +453,15 @@ class _CuPy:
     def memory(self, raw: Any) -> View:
         return self.view(raw)[0]
 
-    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> tuple[Any, View]:
+    def address(self, raw: Any) -> int:
+        return raw.data.ptr
+
+    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> Any:
         cuda = self.cupy.cuda
         if cuda.runtime.getDevice() == place[1]:  # entering a device takes longer than the allocation
-            raw = self.cupy.empty(shape, NUMPY_DTYPES[dtype])
-        else:
-            with cuda.Device(place[1]):
-                raw = self.cupy.empty(shape, NUMPY_DTYPES[dtype])
-        return raw, View(raw.data.ptr, shape, contiguous(shape), dtype, raw)
+            return self.cupy.empty(shape, NUMPY_DTYPES[dtype])
+        with cuda.Device(place[1]):
+            return self.cupy.empty(shape, NUMPY_DTYPES[dtype])
 
     def stream(self, place: Place) -> int:
         return self.cupy.cuda.get_current_stream(place[1]).ptr
@@ -508,8 +514,14 @@ class _DLPack:
                 f"is a {type(raw).__name__} of {dtype} that cannot be read through DLPack ({error})"
             ) from error
 
-    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> tuple[Any, View]:
+    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> Any:
         return self._through(place).empty(shape, dtype, place)
+
+    def memory(self, raw: Any) -> View:
+        return (_NumPy() if isinstance(raw, np.ndarray) else _CuPy()).memory(raw)
+
+    def address(self, raw: Any) -> int:
+        return self.memory(raw).ptr
 
     def stream(self, place: Place) -> int:
         return self._through(place).stream(place)

@@ -16,7 +16,7 @@ class Maker:
     adopted: Adopted
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        return self.adopted.library.empty(shape, dtype, self.adopted.place)[0]
+        return self.adopted.library.empty(shape, dtype, self.adopted.place)
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
         array = self.empty(shape, dtype)

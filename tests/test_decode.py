@@ -131,6 +131,82 @@ def test_so_many_sequences_that_their_keys_are_not_split(backend: Backend, rng: 
     check_forward(out, lse, *arrays, name="many sequences", seqused_k=used)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "dtype", "len_q", "group", "dims"),
+    [
+        # By the heads that there are: one round of large blocks, two that are full, and in between small blocks.
+        (1, "bfloat16", 1, 4, (128, 128)),
+        (3, "float16", 5, 5, (96, 64)),
+        (2, "bfloat16", 2, 1, (192, 256)),
+        (5, "float32", 3, 4, (40, 128)),
+        (40, "bfloat16", 1, 16, (32, 32)),
+        (128, "float16", 1, 2, (64, 64)),
+        (75, "bfloat16", 1, 4, (64, 128)),
+        (75, "bfloat16", 6, 4, (128, 72)),
+    ],
+)
+def test_sequences_of_all_lengths_side_by_side(
+    backend: Backend,
+    batch: int,
+    dtype: str,
+    len_q: int,
+    group: int,
+    dims: tuple[int, int],
+    paged: bool,
+    rng: Random,
+) -> None:
+    """Groups of a block's warps divide the keys: of some there is none, or a part of a tile."""
+    used = np.resize(np.array([700, 0, 1, 63, 64, 65, 255, 256, 257, 513], np.int32), batch)
+    q, *keys = _qkv(rng, dtype, batch, len_q, int(used.max()), group, dims)
+    sink = rng.standard_normal(HEADS_KV * group).astype(np.float32)
+    options: dict[str, Any] = {"causal": True, "seqused_k": used, "sink": sink}
+    for x in keys:
+        x[np.arange(used.max()) >= used[:, None]] = np.nan
+    if paged:
+        (k, table), (v, _) = (_paged(np.random.default_rng(5), x, used, 16) for x in keys)
+        keys, options = [k, v], options | {"block_table": table}
+    out, lse = _run(backend, (q, *keys), options)
+    check_forward(out, lse, q, *keys, name="all lengths", **options)
+
+
+@pytest.mark.parametrize("dim_v", [1, 31, 63, 65, 95, 127, 251])
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"), [("float32", "bfloat16"), ("float64", "float32"), ("bfloat16", "float32")]
+)
+@pytest.mark.parametrize(("batch", "len_q", "len_k"), [(2, 1, 300), (2, 30, 300), (200, 1, 90)])
+def test_rows_of_out_are_aligned_to_their_own_type_alone(
+    backend: Backend, batch: int, len_q: int, len_k: int, dtype: str, out_dtype: str, dim_v: int, rng: Random
+) -> None:
+    arrays = _qkv(rng, dtype, batch, len_q, len_k, 2, (64, dim_v))
+    out, lse = _run(backend, arrays, {"out_dtype": out_dtype})
+    check_forward(out, lse, *arrays, name="aligned to its type", out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("key", [0, 70, 128, 200, 699])
+@pytest.mark.parametrize("array", ["k", "v"])
+def test_a_nan_in_one_of_many_keys_is_seen(backend: Backend, array: str, key: int, rng: Random) -> None:
+    q, k, v = _qkv(rng, "bfloat16", 2, 1, 700, 4, (128, 128))
+    {"k": k, "v": v}[array][1, key, 0] = np.nan
+    out, lse = map(np.asarray, _run(backend, (q, k, v), {}))
+    dirty = np.zeros((2, 2 * 4), bool)
+    dirty[1, :4] = True
+    np.testing.assert_array_equal(np.isnan(out.astype(np.float32)).all(axis=(1, 3)), dirty)
+    np.testing.assert_array_equal(np.isnan(out.astype(np.float32)).any(axis=(1, 3)), dirty)
+    np.testing.assert_array_equal(np.isnan(lse).any(axis=2), dirty & (array == "k"))
+
+
+@pytest.mark.parametrize("far", [300.0, 3e4])
+def test_groups_of_keys_whose_scores_lie_far_apart(backend: Backend, far: float, rng: Random) -> None:
+    """Each group has a maximum of its own; those of one hardly count beside another's."""
+    q, k, v = _qkv(rng, "bfloat16", 1, 2, 900, 4, (64, 64))
+    k[:, :, :, 0] = 0
+    k[:, 64 * rng.integers(0, 14, 3), :, 0] = far
+    q[..., 0] = 1
+    out, lse = _run(backend, (q, k, v), {"scale": 0.5})
+    check_forward(out, lse, q, k, v, name="far apart", scale=0.5)
+
+
 @pytest.mark.parametrize("page_size", [1, 7, 16, 64, 1000])
 @pytest.mark.parametrize("name", ["plain", "causal", "window", "sink", "alibi", "odd splits", "splits"])
 @pytest.mark.parametrize(

@@ -44,6 +44,30 @@ def test_few_queries_start_early_whether_split_or_not(fake_cuda: Any) -> None:
     assert kernels == [("fwd_generic", True)] * 2 + [("fwd_combine", True)]
 
 
+@pytest.mark.parametrize(
+    ("batch", "len_k", "blocks"),
+    [
+        (1, 131072, [8 * 16, 32]),  # a block of each multiprocessor, nearly
+        (1, 8192, [8 * 16, 32]),
+        (1, 1024, [8 * 4, 4]),
+        (4, 512, [32]),  # two tiles of a block take less than a merge
+        (16, 8192, [128]),
+        (20, 1024, [640, 80]),  # small blocks
+        (64, 8192, [512]),
+        (128, 2048, [1024]),
+    ],
+)
+def test_keys_are_split_as_far_as_it_pays(fake_cuda: Any, batch: int, len_k: int, blocks: list[int]) -> None:
+    memory = np.empty(1, ml_dtypes.bfloat16)
+    q, k = (
+        fake_cuda.ndarray(np.lib.stride_tricks.as_strided(memory, (batch, *shape, 128), writeable=True), 0)
+        for shape in ((1, 32), (len_k, 8))
+    )
+    cf.Attention().prepare(q, k, k)()
+    assert [launched.grid[0] for launched in fake_cuda.launches] == blocks
+    assert fake_cuda.launches[0].block == ((32, 1) if blocks[0] in (640, 1024) else (32, 4))
+
+
 def test_a_merge_starts_early_behind_whatever_is_in_front(fake_cuda: Any) -> None:
     out, lse = (fake_cuda.ndarray(np.zeros(shape, "f"), 0) for shape in ((2, 5, 3, 40), (2, 3, 5)))
     cf.merge_states([out, out], [lse, lse])

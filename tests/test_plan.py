@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cupyflash as cf
@@ -113,6 +114,57 @@ def test_few_queries_are_packed_by_heads_and_their_keys_split(
             assert isinstance(c, FwdGeneric) and c.is_paged == paged
             assert c.packs_heads != features.differ_by_head
         assert plan.combine is not None and str(plan.combine) in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("batch", "len_k", "group", "size_class"),
+    [
+        (1, 8192, 4, "16 rows, in groups"),
+        (1, 8192, 32, "32 rows, in groups"),
+        (16, 100, 4, "16 rows, in groups"),
+        (17, 1024, 4, "16 rows"),
+        (17, 1024, 32, "32 rows"),
+        (32, 1024, 4, "16 rows, in groups"),
+        (34, 8192, 4, "16 rows"),
+        (64, 1024, 4, "16 rows"),
+        (64, 8192, 4, "16 rows, in groups"),
+        (64, 8192, 64, "64 rows"),
+        (100, 1024, 4, "16 rows, many times"),
+    ],
+)
+def test_few_queries_are_of_a_class_by_how_many_heads_and_keys_there_are(
+    batch: int, len_k: int, group: int, size_class: str
+) -> None:
+    q, k = (np.empty((batch, rows, heads, 8), np.float16) for rows, heads in ((1, 8 * group), (len_k, 8)))
+
+    def judged(**options: Any) -> Spec:
+        return cf.Attention(**options).prepare(q, k, k).checked.judged.spec
+
+    assert judged().size_class == size_class
+    alone = judged(split_len=100).size_class  # so that a row's bits do not depend on others
+    assert alone == {4: "16 rows", 32: "32 rows", 64: "64 rows"}[group]
+
+
+def test_groups_of_warps_are_a_blocks_second_axis() -> None:
+    asked = spec("bfloat16", 128, size_class="16 rows, in groups")
+    plan = plan_forward(asked, KNOWN[90])
+    one = replace(plan.constants, key_groups=1)
+    assert plan.block == (32, 4) and plan.threads == 128 and plan.smem_bytes == 4 * one.smem_bytes
+    small = plan_forward(asked, KNOWN[86])  # whose multiprocessors have no room for them
+    assert small.block == (32, 1) and small.constants == replace(one, blocks_per_sm=6)
+    for groups in (0, 33):
+        with pytest.raises(ValueError, match="tiles that its warps cannot share"):
+            validate(replace(plan, constants=replace(plan.constants, key_groups=groups)), plan, KNOWN[90])
+    for dim, sizes in (
+        (32, {"warps": 2, "key_groups": 16, "key_tile": 32}),  # barriers
+        (128, {"warps": 2, "key_groups": 2, "key_tile": 16}),  # room for what a group has found
+    ):
+        crowded = plan_forward(spec("bfloat16", dim, size_class="32 rows, in groups"), KNOWN[90])
+        with pytest.raises(ValueError, match="tiles that its warps cannot share"):
+            validate(replace(crowded, constants=replace(crowded.constants, **sizes)), crowded, KNOWN[90])
+    whole = plan_forward(spec("bfloat16", 128, has_boxes=False), KNOWN[90])
+    with pytest.raises(ValueError, match="tiles that its warps cannot share"):
+        validate(replace(whole, constants=replace(whole.constants, key_groups=2)), whole, KNOWN[90])
 
 
 def test_hopper_takes_its_own_forward_unless_keys_are_split_or_in_pages() -> None:

@@ -66,6 +66,8 @@ struct ChooseOf<false, A, B> { using Type = B; };
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+__host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
+
 template <class T>
 __host__ __device__ constexpr T min_of(T a, T b) { return a < b ? a : b; }
 template <class T>

@@ -38,8 +38,10 @@ if TYPE_CHECKING:
 
 _L2_BYTES = 8 * 2**20  # of keys and values at a time: what L2 keeps of those before and after as well
 _ALIGN = 256  # bytes, of each part of a workspace
-# Where keys are split: how often blocks may fill the GPU, how well they do at the least, and the key tiles of a block.
-_MOST_ROUNDS, _ENOUGH_USE, _LEAST_TILES = 4, 0.95, 2
+# Where keys are split: how often blocks may fill the GPU, how well they do at the least.
+_MOST_ROUNDS, _ENOUGH_USE = 4, 0.95
+# Key tiles of a block at the least, and for how many more a merge counts; of blocks without groups of warps, and with.
+_LEAST_TILES, _MERGE_TILES = (2, 1), (0, 2)
 _BYTES_COMING = 128 * 2**10  # of keys and values, on their way to a multiprocessor: more wait for each other
 
 
@@ -169,20 +171,23 @@ def _splits(spec: Spec, call: Call, plan: Plan[Any]) -> tuple[int, int]:
         if call.batch * len_q >= call.len_q:  # which they are not where rows lie behind them, of partial results too
             row_blocks = min(row_blocks, -(-len_q * group // c.query_tile) * call.batch * spec.heads_q // group)
         len_k = min(len_k, call.max_seqlen_k or len_k)
-    tiles = max(-(-len_k // c.key_tile), 1)
+    keys = c.key_tile * plan.block[1]  # that a block's groups of warps multiply at a time
+    tiles = max(-(-len_k // keys), 1)
     of_one = max(min(c.blocks_per_sm, device.smem_bytes // c.smem_bytes), 1)  # multiprocessor
-    enough = min(of_one, -(-_BYTES_COMING // (c.key_tile * (c.head_dim + c.head_dim_v) * ITEM_BYTES[spec.dtype])))
-    return _best_count(tiles, row_blocks, device.sm_count, of_one, enough), 0
+    enough = min(of_one, -(-_BYTES_COMING // (keys * (c.head_dim + c.head_dim_v) * ITEM_BYTES[spec.dtype])))
+    return _best_count(tiles, row_blocks, device.sm_count, of_one, enough, has_groups=plan.block[1] > 1), 0
 
 
 @lru_cache(maxsize=1024)
-def _best_count(tiles: int, row_blocks: int, sm_count: int, of_one: int, enough: int) -> int:
+def _best_count(tiles: int, row_blocks: int, sm_count: int, of_one: int, enough: int, *, has_groups: bool) -> int:
     """The fewest splits that use a GPU well. `of_one`: places of a multiprocessor, of which `enough` keep it busy."""
     best, best_use = 1, 0.0
-    for count in range(1, min(tiles // _LEAST_TILES, -(-_MOST_ROUNDS * sm_count * of_one // max(row_blocks, 1))) + 1):
+    least, of_merge = _LEAST_TILES[has_groups], _MERGE_TILES[has_groups]
+    for count in range(1, min(tiles // least, -(-_MOST_ROUNDS * sm_count * of_one // max(row_blocks, 1))) + 1):
         # The share of the places that the splits fill, were blocks to come and go in rounds.
         rounds = -(-row_blocks * count // (sm_count * of_one))
-        of_block = -(-tiles // count) + (rounds > 1)  # as if by one: behind others a block begins with nothing loaded
+        # As if by one tile more behind others, where a block begins with nothing loaded.
+        of_block = -(-tiles // count) + (rounds > 1) + (count > 1) * of_merge
         places = sm_count * (enough if rounds <= 1 else rounds * of_one)
         use = row_blocks * tiles / (places * of_block)
         if use > best_use:

@@ -57,6 +57,7 @@ class FwdGeneric(_Scores):
     is_split: bool  # over blocks, whose partial results fwd_combine merges
     is_paged: bool
     blocks_per_sm: int
+    key_groups: int  # of `warps` warps each, which divide a block's keys
 
     @property
     def smem_bytes(self) -> int:
@@ -64,7 +65,17 @@ class FwdGeneric(_Scores):
         page_rows = -(-2 * 16 * self.key_tile // 128) * 128 if self.is_paged else 0
         tiles = self.query_tile * self.head_dim + self.key_tile * (self.head_dim + self.head_dim_v)
         probabilities = self.query_tile * self.key_tile if item == 8 else 0  # else P stays in registers
-        return item * (tiles + probabilities) + page_rows
+        return self.key_groups * (item * (tiles + probabilities) + page_rows)
+
+    @property
+    def has_room_for_groups(self) -> bool:
+        """Whether what a group has found fits where its tiles were, and there is a barrier for each."""
+        item = ITEM_BYTES[accum_of(self.element)]
+        found = self.query_tile * (
+            item * (self.head_dim_v + 2) + 32
+        )  # sizeof(Found) of attn/found.cuh, but for its padding
+        fits = -(-found // 128) * 128 <= self.smem_bytes // self.key_groups
+        return fits and (self.warps == 1 or self.key_groups < 16)
 
 
 def _statistics_bytes(rows: int) -> int:

@@ -52,12 +52,12 @@ class EarlyLauncher:
 
     __slots__ = ("_after_stream", "_before_stream", "_function", "_what")
 
-    def __init__(self, function: int, blocks: int, threads: int, smem_bytes: int) -> None:
-        config = bytes(Config((blocks, 1, 1), (threads, 1, 1), smem_bytes, 0, ctypes.pointer(_STARTS_EARLY), 1))
+    def __init__(self, function: int, blocks: int, block: tuple[int, int], smem_bytes: int) -> None:
+        config = bytes(Config((blocks, 1, 1), (*block, 1), smem_bytes, 0, ctypes.pointer(_STARTS_EARLY), 1))
         begin = Config.stream.offset
         self._before_stream, self._after_stream = config[:begin], config[begin + ctypes.sizeof(ctypes.c_void_p) :]
         self._function = ctypes.c_void_p(function)
-        self._what = f"{blocks} blocks of {threads} threads"
+        self._what = f"{blocks} blocks of {block[0]} by {block[1]} threads"
 
     def __call__(self, struct: bytes, stream: int) -> None:
         # A bytes object is passed as its address. Making a Config at each call takes longer than the launch.

@@ -37,7 +37,7 @@ class Launch:
     def __init__(self, plan: Plan[Any], blocks: int, values: tuple[Any, ...], device: int) -> None:
         refuse_blocks(plan, blocks)
         self._kernel, self._struct = kernel(plan, device), Template(plan.kernel, values)
-        self._grid, self._block, self._smem_bytes = (blocks,), (plan.threads,), plan.smem_bytes
+        self._grid, self._block, self._smem_bytes = (blocks,), plan.block, plan.smem_bytes
 
     def __call__(self, given: FilledIn, stream: Any) -> None:
         arguments = (self._struct.filled(given),)
@@ -51,7 +51,7 @@ class EarlyLaunch(Launch):
 
     def __init__(self, plan: Plan[Any], blocks: int, values: tuple[Any, ...], device: int) -> None:
         super().__init__(plan, blocks, values, device)
-        self._launch = driver.EarlyLauncher(self._kernel.ptr, blocks, plan.threads, plan.smem_bytes)
+        self._launch = driver.EarlyLauncher(self._kernel.ptr, blocks, plan.block, plan.smem_bytes)
 
     def __call__(self, given: FilledIn, stream: Any) -> None:
         self._launch(self._struct.packed(given), stream.ptr)

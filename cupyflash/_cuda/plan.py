@@ -6,6 +6,7 @@ preference; the first is chosen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -86,8 +87,13 @@ class Plan(Generic[C]):
         return "sm_90a" if self.kernel.endswith("_sm90") else f"sm_{self.arch}"
 
     @property
+    def block(self) -> tuple[int, int]:
+        """Threads along x and y."""
+        return 32 * self.constants.warps, getattr(self.constants, "key_groups", 1)
+
+    @property
     def threads(self) -> int:
-        return 32 * self.constants.warps
+        return math.prod(self.block)
 
     @property
     def smem_bytes(self) -> int:
@@ -373,6 +379,10 @@ def _is_whole(c: Any) -> bool:
         return False
     if isinstance(c, BwdDbiasGeneric):
         return c.key_tile % (columns * c.warps) == 0
+    if isinstance(c, FwdGeneric) and c.key_groups != 1:
+        is_there = c.is_split and c.key_groups > 1 and c.key_groups * c.warps <= 32
+        if not is_there or not c.has_room_for_groups:
+            return False
     if not isinstance(c, BwdGeneric):
         return c.query_tile % (16 * c.warps) == 0
     if any(c.warps % along for along in (c.score_warps, c.key_warps, c.query_warps)) or c.query_tile > 32 * c.warps:

@@ -39,6 +39,7 @@ class FwdTile(NamedTuple):
     warps: int
     blocks_per_sm: int
     room: Room = Room.ANY
+    key_groups: int = 1  # of so many warps each
 
 
 class Sm90Tile(NamedTuple):
@@ -136,11 +137,50 @@ FWD_FEW: dict[str, dict[int, dict[int, list[FwdTile]]]] = {
     "few tiles": FWD,
     "few tiles, packed": FWD,
 }
+
+
+def _grouped(
+    rows: int, warps: int, groups: dict[int, tuple[int, int]], others: dict[int, dict[int, list[FwdTile]]]
+) -> dict[int, dict[int, list[FwdTile]]]:
+    """By head dim the keys of a tile of 16 bits, and the groups; else, and for less shared memory, what others are."""
+    grouped = {
+        item: {
+            dim: [FwdTile(rows, keys * 2 // item, warps, 1, Room.ANY, count)] for dim, (keys, count) in groups.items()
+        }
+        for item in (2, 4)
+    }
+    return {
+        item: {dim: [*grouped.get(item, {}).get(dim, []), *tiles] for dim, tiles in table.items()}
+        for item, table in others.items()
+    }
+
+
+# One block to a multiprocessor, where each has one, or long keys: no merging, or less of it. What stands beside: µs
+# without groups and with them, H200, 2026-12-01. D 128: 16 x 8,192 keys 127.3, 123.0; 1 x 131,072 127.4, 125.5;
+# 64 x 8,192 482, 477; 1 x 8,192 15.3, 14.7; 16 x 1,024 22.7, 19.0. Where blocks have no multiprocessor each and keys
+# are short they lose: 64 x 256 20.5, 26.8.
+_GROUPS = {
+    32: (128, 8),
+    64: (64, 8),  # 16 x 8,192 68.3, 64.3; 128 keys, 4 groups the same
+    96: (64, 4),  # 108.8, 99.2; 5 groups 102.2
+    128: (64, 4),  # 5 groups 124.2; 32 keys, 8 groups 122.9, but 128.3 and 15.1 of one sequence
+    192: (64, 3),  # 188.7, 184.7; 32 keys, 5 groups 186.4
+    256: (64, 2),  # 245.0, 241.6; 32 keys, 4 groups 241.1
+}
+FWD_FEW["16 rows, in groups"] = _grouped(16, 1, _GROUPS, FWD_FEW["16 rows"])
+# 8 queries of 4 heads, 16 x 8,192 134.6, 126.4; 1 x 8,192 18.5, 17.7; of 64 rows they gain nothing.
+_GROUPS_32 = {64: (128, 4), 96: (64, 4), 128: (64, 4), 192: (64, 3), 256: (64, 2)}
+FWD_FEW["32 rows, in groups"] = _grouped(32, 2, _GROUPS_32, FWD_FEW["32 rows"])
 # Small ones where they are many, so that all have a place at once: 128 x 2,048 keys 1.03 times the speed.
 FWD_FEW["16 rows, many times"] = FWD_FEW["16 rows"] | {2: _few(FwdTile(16, 32, 1, 10), FwdTile(16, 32, 1, 5))}
 # And where keys lie in pages, whose addresses need room: pages of 64, beside which those of 16 are slower by 0.01.
-# 0.87, 0.90, 0.98, 0.91
-FWD_PAGES: dict[str, dict[int, dict[int, list[FwdTile]]]] = FWD_FEW | {"16 rows": FWD_FEW["16 rows, many times"]}
+# 0.87, 0.90, 0.98, 0.91; in groups 16 x 8,192 130.9, 126.0; 1 x 131,072 132.5, 130.7; 64 keys, 4 groups 165
+_PAGED_GROUPS = {32: (128, 8), 64: (64, 8), 96: (32, 8), 128: (32, 8), 192: (32, 5), 256: (32, 4)}
+FWD_PAGES: dict[str, dict[int, dict[int, list[FwdTile]]]] = FWD_FEW | {
+    "16 rows": FWD_FEW["16 rows, many times"],
+    "16 rows, in groups": _grouped(16, 1, _PAGED_GROUPS, FWD_FEW["16 rows, many times"]),
+    "32 rows, in groups": FWD_FEW["32 rows"],
+}
 # The same for fwd_sm90, by the larger of the head dims alone. What it holds of scores, out and P fills the registers.
 FWD_SM90: dict[int, list[Sm90Tile]] = {
     64: [

@@ -89,10 +89,15 @@ class _Xla:
     def view(self, raw: Memory) -> tuple[View, str]:
         return raw.view, ""
 
-    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> tuple[Memory, View]:
+    def empty(self, shape: tuple[int, ...], dtype: str, place: Place) -> Memory:
         form = tuple(shape), dtype
-        made = formless(form, place) if _running.outputs is None else _next_output(_running.outputs, form)
-        return made, made.view
+        return formless(form, place) if _running.outputs is None else _next_output(_running.outputs, form)
+
+    def memory(self, raw: Memory) -> View:
+        return raw.view
+
+    def address(self, raw: Memory) -> int:
+        return raw.view.ptr
 
     def stream(self, place: Place) -> int:
         return _running.stream

@@ -36,7 +36,8 @@ class PageFinder {
     for (int i = 0; i < ceil_div(kKeys, kThreads); ++i) {
       const int key = first_key + threadIdx.x + i * kThreads;
       const bool is_seen = key >= keys.begin && key < keys.end;
-      const int page = is_seen ? pages_of[key / params.page_size] : -1, row = key % params.page_size;
+      const uint32 page_size = params.page_size, number = static_cast<uint32>(key) / page_size, row = key - number * page_size;
+      const int page = is_seen ? pages_of[number] : -1;
       const auto begin = [&](const Tensor& pool) { return page * pool.stride_b + row * pool.stride_n; };
       found[i] = page >= 0 && page < params.pages ? PageRow{begin(params.k), begin(params.v)} : PageRow{-1, -1};
     }

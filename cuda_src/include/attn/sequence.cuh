@@ -56,6 +56,11 @@ __device__ __forceinline__ Sequence packed_sequence(const Problem& p, int index)
   return s;
 }
 
+// Whether where a row is, and what it may see, is to be read.
+__device__ __forceinline__ bool are_lengths_in_memory(const Problem& p) {
+  return p.cu_seqlens_q || p.cu_seqlens_k || p.seqused_k || p.q_start || p.k_start;
+}
+
 // Live keys and the shift, once the lengths are set.
 __device__ __forceinline__ void set_live(const Problem& p, Sequence& s) {
   s.len_k = s.shift = 0;
@@ -74,17 +79,23 @@ struct Work {
   int tile;       // within the sequence; negative: nothing to do
 };
 
-// Block number to (sequence, head, tile). kQueries: tiles of queries, else of keys. kPacksHeads: of rows that are (query, head of a group);
-// then the head is a KV head. Packed tiles are found by a scan of the offsets, 32 sequences at a time, the same in every warp.
+// What a block is to do, as its number says.
+struct Place {
+  int index;  // of a sequence, where they are not packed
+  int head;
+  int tile;   // of the sequence, or of all packed ones
+};
+
+// To (sequence, head, tile). kQueries: tiles of queries, else of keys. kPacksHeads: of rows that are (query, head of a group); then the head
+// is a KV head. Packed tiles are found by a scan of the offsets, 32 sequences at a time, the same in every warp.
 template <bool kQueries, int kTile, bool kPacksHeads = false>
-__device__ __forceinline__ Work find_work(const Problem& p, int block) {
-  const int tiles = kQueries ? p.tiles_q : p.tiles_k;
-  const int heads = kQueries && !kPacksHeads ? p.heads_q : p.heads_kv, group = kPacksHeads ? p.heads_q / p.heads_kv : 1;
+__device__ __forceinline__ Work find_work(const Problem& p, const Place& place) {
+  const int group = kPacksHeads ? p.heads_q / p.heads_kv : 1;
   Work w;
-  w.head = block / tiles % heads;
-  w.tile = block % tiles;
+  w.head = place.head;
+  w.tile = place.tile;
   if (!p.cu_seqlens_q) {
-    w.sequence = dense_sequence(p, block / tiles / heads);
+    w.sequence = dense_sequence(p, place.index);
     set_live(p, w.sequence);
     return w;
   }
@@ -117,6 +128,12 @@ __device__ __forceinline__ Work find_work(const Problem& p, int block) {
   w.tile = -1;
   w.sequence = {};  // of no rows
   return w;
+}
+// Of blocks that are tile after tile, head after head.
+template <bool kQueries, int kTile, bool kPacksHeads = false>
+__device__ __forceinline__ Work find_work(const Problem& p, int block) {
+  const int tiles = kQueries ? p.tiles_q : p.tiles_k, heads = kQueries && !kPacksHeads ? p.heads_q : p.heads_kv;
+  return find_work<kQueries, kTile, kPacksHeads>(p, Place{block / tiles / heads, block / tiles % heads, block % tiles});
 }
 
 // Rows of per-row workspaces (stats, dq_accum): every sequence begins at a multiple of kRowPad, so that the whole tiles of two

@@ -129,8 +129,10 @@ struct Softmax {
   // natural units: base 2 would overflow before float does. A row with neither keys nor sink: lse -inf, factor 0 (contract, 'A row
   // with no visible key').
   __device__ __forceinline__ T finish(int m, int half, T unit, bool has_sink, T sink, T& factor) const {
-    T total = warp::row_sum(sum[m][half]);
-    T top = total == 0 ? -kInfinity : max[m][half] * unit;
+    return finish(warp::row_sum(sum[m][half]), max[m][half], unit, has_sink, sink, factor);
+  }
+  __device__ __forceinline__ static T finish(T total, T max, T unit, bool has_sink, T sink, T& factor) {
+    T top = total == 0 ? -kInfinity : max * unit;
     factor = 1;
     if (has_sink && sink != -kInfinity) {
       const T both = ptx::max(top, sink);

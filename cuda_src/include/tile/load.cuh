@@ -27,6 +27,7 @@ class RowLoader {
   using T = typename Tile::Type;
   static constexpr int kLanes = min_of(kThreads, Tile::kChunks);  // threads along a row; beside a wide row of few threads they come again
   static constexpr int kRowStep = min_of(kThreads / kLanes, Tile::kRows);
+  static constexpr int kPeriod = Tile::kPhaseRows / gcd(Tile::kPhaseRows, kRowStep);  // steps until chunks are permuted likewise again
   static_assert(kRowStep >= 1);
 
   const T* rows;  // of the tile that comes next
@@ -50,11 +51,14 @@ class RowLoader {
       const int in_row = clamp(cols - col, 0, Tile::kChunk);  // elements
 
       if (kCopyBytes == 16 && begin <= 0 && end >= Tile::kRows) {  // every row is there: nothing to ask
+        uint32 to[kPeriod];
+#pragma unroll
+        for (int i = 0; i < kPeriod; ++i) to[i] = ptx::shared_address(tile.at(first_row + i * kRowStep, col));
 #pragma unroll
         for (int step = 0; step < ceil_div(Tile::kRows, kRowStep); ++step, from += kRowStep * stride) {
-          const int row = first_row + step * kRowStep;
-          if (Tile::kRows % kRowStep != 0 && row >= Tile::kRows) break;
-          ptx::cp_async<16>(ptx::shared_address(tile.at(row, col)), from, in_row * static_cast<int>(sizeof(T)));
+          if (Tile::kRows % kRowStep != 0 && first_row + step * kRowStep >= Tile::kRows) break;
+          const int further = step / kPeriod * kPeriod * kRowStep * Tile::kCols * static_cast<int>(sizeof(T));
+          ptx::cp_async<16>(to[step % kPeriod] + further, from, in_row * static_cast<int>(sizeof(T)));
         }
         continue;
       }

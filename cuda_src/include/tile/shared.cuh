@@ -24,6 +24,7 @@ struct Shared {
   // A row of 128-byte multiples shifts by row % 8; one of an odd multiple of 64 bytes already alternates between two halves
   // of the banks, so a shift by (row / 2) % 4 suffices; of 32 bytes, (row / 4) % 2.
   static constexpr int kPhaseMask = kChunks % 8 == 0 ? 7 : kChunks % 4 == 0 ? 3 : kChunks % 2 == 0 ? 1 : 0;
+  static constexpr int kPhaseRows = 8;  // every so many rows the permutations are the same
   // Lanes read four-byte numbers as (8 rows, 4 x 2 or 4 numbers) and as (8 numbers, 4 rows of one parity): two rows of different
   // parity must then fall into different halves of the banks, and so must a row and the fourth after it.
   __device__ __forceinline__ static int phase(int row) {
