@@ -73,7 +73,7 @@ FEATURES = (
 def main(arguments: list[str]) -> int:
     """Write the tables, or with --check only compare them."""
     for entry in not_run():
-        print(f"not run on a GPU: {entry['kernel']} since {entry['date']}: {entry['reason']}")
+        print(said(entry))
     text = README.read_text("utf-8")
     if between_markers(text) == render():
         return 0
@@ -97,8 +97,18 @@ def gpu_results() -> list[dict[str, Any]]:
 
 
 def not_run() -> list[dict[str, str]]:
-    """The kernels that no stored run has seen as they now stand, each with date and reason."""
+    """The kernels that no stored run has seen as they now stand, and tests that have changed since they failed in one:
+    each `kernel` or `test` with date and reason."""
     return json.loads(NOT_RUN.read_text("utf-8"))
+
+
+def excused(kind: str) -> set[str]:
+    """The kernels, or the tests, of `not_run`."""
+    return {entry[kind] for entry in not_run() if kind in entry}
+
+
+def said(entry: dict[str, str]) -> str:
+    return f"not run on a GPU: {entry.get('kernel') or entry['test']} since {entry['date']}: {entry['reason']}"
 
 
 def ran_as_they_stand(now: dict[str, str], results: list[dict[str, Any]]) -> set[str]:

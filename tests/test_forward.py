@@ -129,6 +129,7 @@ def test_large_scores_stay_finite(backend: Backend, root: float, rng: Random) ->
 
 
 def test_hints_of_length_change_nothing(backend: Backend, rng: Random) -> None:
+    """A GPU may take another kernel for them, which sums in another order."""
     q, k, v = (array[0] for array in _qkv(rng))
     offsets = {
         "cu_seqlens_q": np.array([0, 40, 70], np.int32),
@@ -137,7 +138,9 @@ def test_hints_of_length_change_nothing(backend: Backend, rng: Random) -> None:
     plain = _run(backend, q, k, v, layout="thd", causal=True, **offsets)
     for hint in (0, 1, 40, 10_000):
         hinted = _run(backend, q, k, v, layout="thd", causal=True, max_seqlen_q=hint, max_seqlen_k=hint, **offsets)
-        _assert_same_bits(plain, hinted)
+        check_forward(*hinted, q, k, v, name=f"hint {hint}", layout="thd", causal=True, **offsets)
+        if backend.name == "numpy":
+            _assert_same_bits(plain, hinted)
 
 
 # ------------------------------------------------------------------------------------------------ containment
