@@ -9,8 +9,8 @@
 //           k(j - 1) while p(j) v(j) is. For double, p passes through shared memory, each warp its own rows.
 // Registers s and out fragments of a warp: kQueryTile / kWarps x (kKeyTile + kHeadDimV) / 32 numbers a lane.
 // Order     key tiles from the last to the first, so that a causal block meets its diagonal first; sums are in a fixed order.
-// Groups    kKeyGroups > 1: so many groups of kWarps warps do all of this apart, each with a part of the block's keys and tiles of its own.
-//           At the end the first takes in what the others have found.
+// Groups    kKeyGroups > 1: so many groups of kWarps warps do all of this apart, each with tiles of its own, and take the block's key tiles
+//           in turn. What they have found meets in shared memory, where every warp joins some rows of all groups.
 // Switches  kIsSplit: a block has some of the keys, and its result is one of several that fwd_combine merges, or with one split the call's.
 //           kPacksHeads: a row is (query, head), all heads of a KV head side by side, so that few queries fill a tile. kIsPaged: keys lie
 //           in pages.
