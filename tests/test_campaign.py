@@ -18,7 +18,7 @@ ONCE_FOUND_WRONG = {
     5857491580081425190: "one key and a softcap: dq in float16 is below that type's normal numbers",
     3622599809237488169: "shares of a sink that float32 holds as subnormal numbers: a GPU flushes them",
     678007717436577630: "all keys are equal: dq is 0, and what is there are the roundings of a few numbers",
-    260870782490179211: "432 equal terms of dv, whose roundings add up: the judge took them for roundings to either side",
+    260870782490179211: "432 equal terms of dv, whose roundings all go to the same side",
 }
 
 
